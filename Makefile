@@ -1,0 +1,60 @@
+# make env         a virtual environment in .venv with everything installed (skipped when done)
+# make test        lint, types and the fast tests: every step runs, one summary, non-zero on any failure
+# make test-slow   the long tests
+# make quickstart  the whole chain with little training (a few minutes)
+# make reproduce   the whole chain for the default recipe
+# make clean       caches and build products; make distclean also removes .venv
+#
+# PYTHON=python3.12 chooses the interpreter. PIP_ARGS="--find-links DIR" shows pip a folder of wheels, for example one
+# that holds a CPU build of torch.
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.moexp-installed
+
+# A CUDA build of torch is several GB: hold it off where there is no NVIDIA GPU to use it, and never where there is one.
+HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+CONSTRAINT := $(if $(filter-out 0,$(HAS_GPU)),,-c constraints-cpu.txt)
+
+.PHONY: env test test-slow quickstart reproduce clean distclean
+.DEFAULT_GOAL := test
+
+env: $(STAMP)
+
+$(STAMP): pyproject.toml constraints-cpu.txt
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "moexp needs Python 3.11 or newer: make PYTHON=python3.11")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV) $(CONSTRAINT) (several minutes the first time)"
+	@$(BIN)/python -m pip install --quiet $(CONSTRAINT) $(PIP_ARGS) -e '.[dev]'
+	@touch $@
+
+test: env
+	@failed=0; checks=""; \
+	check() { \
+	  name="$$1"; shift; echo "== $$name"; \
+	  if "$$@"; then checks="$$checks$$name ok, "; else checks="$$checks$$name FAILED, "; failed=1; fi; \
+	}; \
+	check "ruff check" $(BIN)/ruff check .; \
+	check "ruff format" $(BIN)/ruff format --check .; \
+	check "mypy" $(BIN)/mypy; \
+	echo "== pytest"; \
+	MOEXP_CHECKS="$${checks%, }" $(BIN)/python -m pytest || failed=1; \
+	exit $$failed
+
+test-slow: env
+	@$(BIN)/python -m pytest -m slow
+
+quickstart: env
+	@$(BIN)/moexp reproduce --recipe pocket-quick
+
+reproduce: env
+	@$(BIN)/moexp reproduce --recipe pocket
+
+clean:
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find moexp tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf $(VENV)

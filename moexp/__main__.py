@@ -1,0 +1,6 @@
+"""`python -m moexp` is the same as the console script."""
+
+from moexp.cli import main
+
+if __name__ == "__main__":
+    main()

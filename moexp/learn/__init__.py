@@ -1,0 +1,1 @@
+"""Everything that trains: corpora a model writes itself, distillation, routing traces."""

@@ -1,0 +1,190 @@
+"""`moexp build-target`: dense weights -> carved -> repaired -> a standard checkpoint folder, with what was measured
+on it.
+
+Shapes: N rows, L tokens a row.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import Glm4MoeForCausalLM, PreTrainedTokenizerBase
+
+from ..atomic import new_folder, write_json
+from ..errors import MoexpError
+from ..progress import note_of, stage
+from ..recipe import Recipe
+from ..schema import TargetSection
+from ..target.carve import Geometry, calibrate, carve
+from ..target.pad import pad_experts
+from ..target.source import Dense, load_dense
+from ..target.tiny import build_tiny_target
+from .corpus_files import corpus_rows
+from .loop import Schedule
+from .quality import Quality, measure_quality, sample_answers
+from .repair import RepairSettings, prepare, repair_end_to_end, repair_layerwise
+
+MANIFEST = "moexp_target.json"
+HELD_OUT_ROWS = 24
+
+
+def build_target(recipe: Recipe, folder: Path, *, cache: Path, provenance: dict[str, Any]) -> Path:
+    """Builds the recipe's target in `folder` unless it is there; returns the folder to decode from (padded if
+    asked).
+    """
+    section = recipe.target
+    if section.kind == "tiny":
+        if not (folder / "config.json").exists():
+            _build_tiny(section, folder, recipe.seed)
+        return folder
+    if section.kind == "hub":
+        raise MoexpError(
+            "nothing to build: the target is a checkpoint", where="target.kind", valid="carved or tiny"
+        )
+    if not (folder / MANIFEST).exists():
+        _build_carved(recipe, folder, cache, provenance)
+    if section.pad_expert_width is None:
+        return folder
+    padded = folder.with_name(f"{folder.name}-pad{section.pad_expert_width}")
+    if not (padded / "config.json").exists():
+        with stage(f"Pad experts to {section.pad_expert_width}", None) as advance:
+            pad_experts(folder, padded, section.pad_expert_width, advance)
+    return padded
+
+
+def _build_tiny(section: TargetSection, folder: Path, seed: int) -> None:
+    tiny = section.tiny
+    build_tiny_target(
+        folder,
+        seed=seed,
+        hidden=tiny.hidden_size,
+        layers=tiny.num_layers,
+        experts=tiny.num_experts,
+        top_k=tiny.top_k,
+        shared=tiny.num_shared_experts,
+        expert_width=tiny.expert_width,
+        vocab=tiny.vocab_size,
+    )
+
+
+def _build_carved(recipe: Recipe, folder: Path, cache: Path, provenance: dict[str, Any]) -> None:
+    section = recipe.target
+    work = folder.with_name(folder.name + ".work")
+    with stage("Dense model", None):
+        dense = load_dense(section.source, cache=cache, path=section.path, revision=section.revision)
+    rows_NL = corpus_rows(
+        section.corpus, dense.model, dense.tokenizer, work / "corpus", author="dense", seed=recipe.seed
+    )
+    held_NL, train_NL = rows_NL[:HELD_OUT_ROWS], rows_NL[HELD_OUT_ROWS:]
+    geometry = Geometry(
+        shared_neurons=section.carve.shared_neurons,
+        routed_experts=section.carve.routed_experts,
+        top_k=section.carve.top_k,
+        expert_width=section.carve.expert_width,
+        cluster_rounds=section.carve.cluster_rounds,
+    )
+    model, groups = _carve(dense, train_NL, geometry, section.carve.calibration_tokens)
+    quality = {"carved": measure_quality(model, dense.model, held_NL).as_dict()}
+    _repair(model, dense, groups, train_NL, recipe, work / "repair")
+    model = model.eval().bfloat16()
+    with stage("Measure quality", None):
+        repaired = measure_quality(model, dense.model, held_NL)
+        quality["repaired"] = repaired.as_dict()
+        answers = sample_answers(model, dense.tokenizer)
+    _check(repaired)
+    _save(model, dense.tokenizer, folder, {
+        "origin": dense.origin,
+        "geometry": section.carve.model_dump(),
+        "corpus": {"rows": len(rows_NL), "tokens": rows_NL.numel(), "held_out_rows": HELD_OUT_ROWS},
+        "quality": quality,
+        "answers": answers,
+        "provenance": provenance,
+    })  # fmt: skip
+
+
+def _carve(
+    dense: Dense, train_NL: Tensor, geometry: Geometry, calibration_tokens: int
+) -> tuple[Glm4MoeForCausalLM, list[Tensor]]:
+    layers = range(1, dense.model.config.num_hidden_layers)
+    geometry.neurons_per_expert(
+        dense.model.config.intermediate_size
+    )  # a bad geometry is known before any work
+    rows = max(1, calibration_tokens // train_NL.shape[1])
+    with stage("Calibrate", None):
+        calibration = calibrate(dense.model, iter(train_NL[:rows].long().split(8)), layers)
+    with stage("Carve", len(layers)) as advance:
+        return carve(dense.model, calibration, geometry, advance)
+
+
+def _repair(
+    model: Glm4MoeForCausalLM,
+    dense: Dense,
+    groups: list[Tensor],
+    train_NL: Tensor,
+    recipe: Recipe,
+    folder: Path,
+) -> None:
+    settings = _repair_settings(recipe)
+    identity = recipe.digest("target", "seed")
+    prepare(model)
+    second = folder / "end-to-end"
+    if not second.exists():  # its checkpoint already holds what stage one learned
+        with stage("Repair, layer by layer", settings.layerwise.steps) as advance:
+            repair_layerwise(
+                model, dense.model, groups, train_NL, settings, checkpoint=folder / "layer-wise",
+                identity=identity, on_step=lambda step, metrics: advance(step, note_of(metrics, "residual")),
+            )  # fmt: skip
+    with stage("Repair, end to end", settings.end_to_end.steps) as advance:
+        repair_end_to_end(
+            model, dense.model, train_NL, settings, checkpoint=second,
+            identity=identity, on_step=lambda step, metrics: advance(step, note_of(metrics, "kl", "agreement")),
+        )  # fmt: skip
+
+
+def _repair_settings(recipe: Recipe) -> RepairSettings:
+    section = recipe.target.repair
+    layerwise_share = 0.35
+    cap = section.max_minutes
+    return RepairSettings(
+        layerwise=Schedule(
+            section.layerwise_steps, section.layerwise_lr, max_minutes=cap and cap * layerwise_share
+        ),
+        end_to_end=Schedule(
+            section.e2e_steps, section.e2e_lr, max_minutes=cap and cap * (1 - layerwise_share)
+        ),
+        layerwise_rows=section.layerwise_rows,
+        rows=section.rows,
+        router_weight=section.router_weight,
+        bias_rate=section.bias_rate,
+        seed=recipe.seed,
+    )
+
+
+def _check(quality: Quality) -> None:
+    dead = sum(quality.dead_experts)
+    if dead:  # not an error: a short build may leave some, and the manifest says so
+        with stage(f"warning: {dead} experts were not chosen on held-out text", None):
+            pass
+
+
+def _save(
+    model: Glm4MoeForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path, manifest: dict[str, Any]
+) -> None:
+    for gate_bias in (m for name, m in model.named_buffers() if name.endswith("e_score_correction_bias")):
+        gate_bias.data = gate_bias.data.float()
+    with new_folder(folder) as into:
+        model.save_pretrained(into, max_shard_size="20GB")
+        tokenizer.save_pretrained(into)
+        write_json(into / MANIFEST, manifest)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What `build-target` measured and recorded about the target in `folder` (or the one it was padded from)."""
+    for place in (folder, folder.with_name(folder.name.rsplit("-pad", 1)[0])):
+        if (place / MANIFEST).exists():
+            manifest: dict[str, Any] = json.loads((place / MANIFEST).read_text())
+            return manifest
+    return {}

@@ -1,0 +1,133 @@
+"""Text a model writes itself: batched sampling of packed chat streams.
+
+Distillation wants text that looks like what the student will meet. Each row of the batch is a stream: parts of a
+script are fed token by token, the model writes between them (a user's question after its first words, then the
+answer), and when a script ends the next one follows in the same row, as in a conversation of several turns. No row
+ever idles, so the batch stays full to the last step.
+
+Shapes: B rows, L tokens a stream, V vocabulary, C candidates a draw.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, StaticCache
+
+CANDIDATES = 64  # tokens a draw chooses from: the tail of a small model's distribution is noise
+
+
+@dataclass(frozen=True)
+class Part:
+    """`given` tokens are fed; then the model writes at most `limit` tokens, or until it ends its turn."""
+
+    given: tuple[int, ...]
+    limit: int
+
+
+Script = tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """How a corpus is sampled. `temperatures` are dealt to the rows in turn; 0 is greedy."""
+
+    rows: int = 128
+    length: int = 256
+    temperatures: tuple[float, ...] = (0.0, 0.6, 0.8, 1.0)
+    seed: int = 0
+
+
+@dataclass
+class Streams:
+    """`tokens` int64 [B, L]; `written` bool [B, L]: True where the model itself chose the token."""
+
+    tokens: Tensor
+    written: Tensor
+
+
+def write_streams(
+    model: PreTrainedModel,
+    scripts: Iterator[Script],
+    settings: StreamSettings,
+    *,
+    stop_ids: frozenset[int],
+    end_id: int,
+    on_step: Callable[[int], None] = lambda tokens: None,
+) -> Streams:
+    """Samples `rows` packed streams of `length` tokens from `model`.
+
+    Args:
+        scripts: what is fed and where the model writes; consumed as rows become free.
+        stop_ids: tokens that end a turn when the model writes one.
+        end_id: fed where a turn is cut off by its limit.
+        on_step: called with the number of tokens in the streams so far.
+    """
+    rows, length = settings.rows, settings.length
+    generator = torch.Generator().manual_seed(settings.seed)
+    temperature_B = torch.tensor(
+        [settings.temperatures[row % len(settings.temperatures)] for row in range(rows)]
+    )
+    writers = [_Writer(scripts, stop_ids, end_id) for _ in range(rows)]
+    tokens_BL = torch.zeros(rows, length, dtype=torch.long)
+    written_BL = torch.zeros(rows, length, dtype=torch.bool)
+    cache = StaticCache(config=model.config, max_cache_len=length)
+    sampled: list[int] = [0] * rows
+    with torch.no_grad():
+        for position in range(length):
+            chosen = [writer.next_token(sampled[row]) for row, writer in enumerate(writers)]
+            tokens_BL[:, position] = torch.tensor([token for token, _ in chosen])
+            written_BL[:, position] = torch.tensor([own for _, own in chosen])
+            on_step(rows * (position + 1))
+            if position + 1 < length:
+                logits_BV = model(
+                    input_ids=tokens_BL[:, position : position + 1],
+                    cache=cache,
+                    position_ids=torch.full((rows, 1), position),
+                ).logits[:, -1]
+                sampled = _sample(logits_BV, temperature_B, generator).tolist()
+    return Streams(tokens=tokens_BL, written=written_BL)
+
+
+class _Writer:
+    """One row: what to feed next, or how much the model may still write."""
+
+    def __init__(self, scripts: Iterator[Script], stop_ids: frozenset[int], end_id: int) -> None:
+        self._scripts, self._stop_ids, self._end_id = scripts, stop_ids, end_id
+        self._forced: deque[int] = deque()
+        self._parts: deque[Part] = deque()
+        self._left = 0
+        self._next_part()
+
+    def next_token(self, sampled: int) -> tuple[int, bool]:
+        """The row's next token, and whether the model (which proposed `sampled`) chose it."""
+        if self._forced:
+            return self._forced.popleft(), False
+        if self._left <= 0:
+            self._next_part()
+            return self._end_id, False
+        self._left -= 1
+        if sampled in self._stop_ids:
+            self._next_part()
+        return sampled, True
+
+    def _next_part(self) -> None:
+        self._left = 0
+        while not self._left:  # a part may only be fed (limit 0)
+            if not self._parts:
+                self._parts.extend(next(self._scripts))
+            part = self._parts.popleft()
+            self._forced.extend(part.given)
+            self._left = part.limit
+
+
+def _sample(logits_BV: Tensor, temperature_B: Tensor, generator: torch.Generator) -> Tensor:
+    """One token a row: a Gumbel draw among the `CANDIDATES` likeliest (temperature 0: the argmax)."""
+    scores_BC, ids_BC = logits_BV.topk(CANDIDATES, dim=-1)
+    noise_BC = torch.empty_like(scores_BC, dtype=torch.float32).exponential_(generator=generator).log().neg()
+    best_B1 = (scores_BC.float() + temperature_B[:, None] * noise_BC).argmax(dim=-1, keepdim=True)
+    return ids_BC.gather(1, best_B1).squeeze(1)

@@ -1,0 +1,225 @@
+"""Repairs a carved model by distillation from the dense model it came from.
+
+First every MoE block learns, on the dense model's own hidden states, to reproduce the dense FFN's output and to
+route by the energy of the neurons it was given (all layers in one dense forward pass, no stored features). Then the
+whole model learns the dense model's next-token distribution end to end. A selection bias, moved after every step
+towards an even load as in DeepSeek-V3, keeps all experts in use.
+
+Shapes: B rows, L tokens a row, T = B x L, H hidden size, E experts, n neurons an expert received, k experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Glm4MoeForCausalLM, LlamaForCausalLM
+
+from .kd import logit_loss
+from .loop import Metrics, Schedule, batch_rows, train
+from .masked import training_implementation
+
+OnStep = Callable[[int, Metrics], None]
+
+
+@dataclass(frozen=True)
+class RepairSettings:
+    """Both stages. the two `rows` are batches in rows of the corpus; `bias_rate` moves the load-balancing bias."""
+
+    layerwise: Schedule
+    end_to_end: Schedule
+    layerwise_rows: int = 4
+    rows: int = 8
+    router_weight: float = 0.05
+    bias_rate: float = 1e-3
+    seed: int = 0
+
+
+def prepare(student: Glm4MoeForCausalLM) -> None:
+    """Readies a carved model for both stages: a trainable experts implementation, the tied embedding frozen."""
+    student.set_experts_implementation(
+        training_implementation(student.config.n_routed_experts, student.config.moe_intermediate_size)
+    )
+    for parameter in student.get_input_embeddings().parameters():
+        parameter.requires_grad_(False)
+    student.train()
+
+
+def moe_layers(model: Glm4MoeForCausalLM) -> dict[int, nn.Module]:
+    """The MoE blocks by layer."""
+    layers = enumerate(model.model.layers)
+    return {index: layer.mlp for index, layer in layers if hasattr(layer.mlp, "experts")}
+
+
+class LoadBalancer:
+    """Counts how often each expert is chosen and nudges the selection bias towards an even load."""
+
+    def __init__(self, model: Glm4MoeForCausalLM, rate: float) -> None:
+        self._rate = rate
+        self._gates = [block.gate for block in moe_layers(model).values()]
+        self._loads = [torch.zeros(gate.num_experts) for gate in self._gates]
+        self._handles = [
+            gate.register_forward_hook(self._counter(load))
+            for gate, load in zip(self._gates, self._loads, strict=True)
+        ]
+
+    @staticmethod
+    def _counter(load_E: Tensor) -> Callable[..., None]:
+        def count(
+            _module: nn.Module, _args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]
+        ) -> None:
+            load_E.add_(torch.bincount(output[2].flatten(), minlength=len(load_E)))
+
+        return count
+
+    def update(self) -> float:
+        """Moves the biases; returns the largest share of one layer's tokens that one expert took, over an even
+        share.
+        """
+        worst = 0.0
+        for gate, load_E in zip(self._gates, self._loads, strict=True):
+            if load_E.sum() > 0:
+                mean = load_E.mean()
+                gate.e_score_correction_bias += self._rate * (mean - load_E).sign()
+                worst = max(worst, float(load_E.max() / mean))
+            load_E.zero_()
+        return worst
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def repair_layerwise(
+    student: Glm4MoeForCausalLM,
+    dense: LlamaForCausalLM,
+    groups: list[Tensor],
+    corpus_NL: Tensor,
+    settings: RepairSettings,
+    *,
+    checkpoint: Path | None = None,
+    identity: str = "",
+    on_step: OnStep = lambda step, metrics: None,
+) -> None:
+    """Stage one, in place: each MoE block (fp32) against the dense FFN, on the dense model's hidden states.
+
+    Args:
+        groups: for each MoE layer the neurons [E, n] of its experts.
+        corpus_NL: token rows, int.
+        checkpoint: folder to resume from and to write to.
+    """
+    blocks = moe_layers(student)
+    energies: dict[int, Tensor] = {}
+    errors: list[float] = []
+    handles = []
+    for (layer, block), groups_En in zip(blocks.items(), groups, strict=True):
+        mlp = dense.model.layers[layer].mlp
+        norm_N = mlp.down_proj.weight.float().norm(dim=0)
+        handles.append(
+            mlp.down_proj.register_forward_pre_hook(_keep_energy(energies, layer, norm_N, groups_En))
+        )
+        handles.append(mlp.register_forward_hook(_learn_block(block, energies, layer, settings, errors)))
+    balancer = LoadBalancer(student, settings.bias_rate)
+
+    def step_fn(step: int) -> Metrics:
+        errors.clear()
+        rows = corpus_NL[batch_rows(len(corpus_NL), settings.layerwise_rows, step, settings.seed)].long()
+        with torch.no_grad():
+            dense.model(input_ids=rows, use_cache=False)
+        return {"residual": sum(errors) / len(errors), "load": balancer.update()}
+
+    names = {
+        f"{layer}.{name}": parameter
+        for layer, block in blocks.items()
+        for name, parameter in block.named_parameters()
+    }
+    try:
+        # one clip over all layers would let one layer's spike starve the others: the loss of each is its own
+        train(
+            names,
+            settings.layerwise,
+            step_fn,
+            clip=100.0,
+            checkpoint=checkpoint,
+            identity=identity,
+            on_step=on_step,
+        )
+    finally:
+        balancer.close()
+        for handle in handles:
+            handle.remove()
+
+
+def _keep_energy(
+    energies: dict[int, Tensor], layer: int, norm_N: Tensor, groups_En: Tensor
+) -> Callable[..., None]:
+    def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        contribution_TN = args[0].flatten(0, 1).float() * norm_N
+        energies[layer] = (
+            contribution_TN.square()[:, groups_En.flatten()].unflatten(1, groups_En.shape).sum(-1)
+        )
+
+    return hook
+
+
+def _learn_block(
+    block: nn.Module, energies: dict[int, Tensor], layer: int, settings: RepairSettings, errors: list[float]
+) -> Callable[..., None]:
+    def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        x_TH, y_TH = args[0].flatten(0, 1).detach(), output.flatten(0, 1).detach().float()
+        energy_TE = energies.pop(layer)
+        with torch.enable_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            made_TH = block(x_TH[None])[0].float()
+            # the first token's huge activations would drown the others: each token counts relative to a robust scale
+            weight_T1 = 1.0 / (y_TH.square().sum(-1, keepdim=True) + y_TH.square().sum(-1).median())
+            residual = ((made_TH - y_TH).square() * weight_T1).sum(-1).mean() * 2
+            router_logits_TE = F.linear(x_TH.float(), block.gate.weight.float())
+            share_TE = energy_TE / energy_TE.sum(-1, keepdim=True).clamp_min(1e-12)
+            routing = -(share_TE * F.log_softmax(router_logits_TE, dim=-1)).sum(-1).mean()
+            (residual + settings.router_weight * routing).backward()
+        errors.append(float(residual.detach()))
+
+    return hook
+
+
+def repair_end_to_end(
+    student: Glm4MoeForCausalLM,
+    dense: LlamaForCausalLM,
+    corpus_NL: Tensor,
+    settings: RepairSettings,
+    *,
+    checkpoint: Path | None = None,
+    identity: str = "",
+    on_step: OnStep = lambda step, metrics: None,
+) -> None:
+    """Stage two, in place: the whole model (fp32, embedding frozen) against the dense model's next-token
+    distribution.
+    """
+    balancer = LoadBalancer(student, settings.bias_rate)
+    head_VH = dense.lm_head.weight.bfloat16()
+    student_head_VH = student.lm_head.weight.detach().bfloat16()
+
+    def step_fn(step: int) -> Metrics:
+        rows = corpus_NL[batch_rows(len(corpus_NL), settings.rows, step, settings.seed + 1)].long()
+        with torch.no_grad():
+            teacher_TH = dense.model(input_ids=rows, use_cache=False).last_hidden_state.flatten(0, 1)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            made_TH = student.model(input_ids=rows, use_cache=False).last_hidden_state.flatten(0, 1)
+        result = logit_loss(made_TH.bfloat16(), teacher_TH, student_head_VH, head_VH)
+        (result.loss / result.tokens).backward()
+        return {
+            "kl": result.kl / result.tokens,
+            "agreement": result.agree / result.tokens,
+            "load": balancer.update(),
+        }
+
+    names = {name: parameter for name, parameter in student.named_parameters() if parameter.requires_grad}
+    try:
+        train(names, settings.end_to_end, step_fn, checkpoint=checkpoint, identity=identity, on_step=on_step)
+    finally:
+        balancer.close()

@@ -1,0 +1,1 @@
+"""Serving experts and decoding with them."""

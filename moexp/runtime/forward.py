@@ -1,0 +1,279 @@
+"""The engine: one step of the target over a key/value cache and an expert store, for AR, drafting and verification.
+
+**One step shape.** A decoding step always runs `block` rows, of which the first `live` count and the rest is padding; keys are
+padded to a multiple of `kv_multiple` under a mask. The kernels then are the same whatever the row's place in the block, its
+neighbours or what lies behind it in the cache, and so are the bits of its logits: AR decoding (one live row) and
+verification (several) cannot differ. Prefill runs in chunks of its own fixed shape, the same for every method.
+Draft steps may run fewer rows: drafts need not be exact.
+
+Shape suffixes: T rows of a block (B live ones of it), H hidden size, V vocabulary, L MoE layers, k top-k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moexp.errors import MoexpError
+from moexp.runtime.attention import BlockContext, GroupedAttention, ModuleAttention, RotaryTable
+from moexp.runtime.kv import BlockCache, CausalMasks, padded_length
+from moexp.runtime.linear import SwiGLU, make_linear
+from moexp.runtime.moe import (
+    ExpertCompute,
+    MoELayer,
+    StepPath,
+    can_route_by_sigmoid,
+    module_route,
+    sigmoid_route,
+)
+from moexp.runtime.store import ExpertStore
+from moexp.target.load import Target
+
+PREFILL = StepPath("prefill")
+AR = StepPath("ar")
+VERIFY = StepPath("verify")
+
+
+class LayerDrafts(Protocol):
+    """Draft experts as `moexp.target.draft_expert.DraftExperts` has them."""
+
+    def forward_layer(self, layer: int, x_TH: Tensor) -> Tensor:
+        """Scaled output of the layer's draft expert."""
+
+
+@dataclass(frozen=True)
+class StepOut:
+    """What a step saw.
+
+    Attributes:
+        logits_BV: fp32 logits of the live rows.
+        routing_LBk: int16 ids of the router's full top-k in each MoE layer, by descending gate.
+    """
+
+    logits_BV: Tensor
+    routing_LBk: np.ndarray
+
+
+@dataclass
+class _Layer:
+    norm_1: Callable[[Tensor], Tensor]
+    attend: Callable[[Tensor, BlockContext], Tensor]
+    norm_2: Callable[[Tensor], Tensor]
+    moe: MoELayer | None
+    dense: Callable[[Tensor], Tensor] | None
+
+
+class Engine:
+    """Runs steps of a target. One request at a time: `start`, then steps, each of which extends the cache.
+
+    Args:
+        target: what to run.
+        store: its experts; weights must be of the target's dtype.
+        block: rows of a decoding step; a multiple of 8, and the same for all methods that are compared.
+        draft_rows: rows of a draft step (1, or `block`).
+        prefill_rows: rows of a prefill chunk.
+        kv_multiple: padding of the key/value length; by default 128, for fp32 512 (torch's CPU attention works through
+            keys in runs of 512, and in fp32 a row's bits depend on the length of its last run).
+        draft_experts: for paths that use them.
+        restructured: use the restructured attention, routing and feed-forward where the family has them;
+            otherwise transformers' own modules throughout.
+        pack: keep packed copies of the resident weights (bf16 on CPU only).
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        store: ExpertStore,
+        *,
+        block: int = 8,
+        draft_rows: int = 1,
+        prefill_rows: int = 128,
+        kv_multiple: int | None = None,
+        draft_experts: LayerDrafts | None = None,
+        restructured: bool = True,
+        pack: bool = True,
+    ) -> None:
+        if block < 8 or block % 8:
+            raise MoexpError(f"a step of {block} rows", valid="a multiple of 8")
+        self.target, self.store = target, store
+        self.spec = target.spec
+        self.block, self.draft_rows, self.prefill_rows = block, draft_rows, prefill_rows
+        self.dtype, self.device = target.dtype, target.device
+        self.kv_multiple = kv_multiple or (512 if self.dtype == torch.float32 else 128)
+        self.draft_experts = draft_experts
+        self._fused = restructured and target.family.attention == "gqa"
+        self._build_layers(restructured, pack and restructured)
+        self._layer_offsets_L1 = np.arange(len(self.spec.moe_layers))[:, None] * self.spec.num_experts
+        self._capacity = 0
+        self.cache: BlockCache
+        self.start(self.kv_multiple)
+
+    def start(self, capacity: int) -> None:
+        """Forget the request before and make room for `capacity` positions.
+
+        Raises:
+            MoexpError: longer than the target's context.
+        """
+        if capacity > self.spec.max_positions:
+            raise MoexpError(
+                f"prompt and answer need {capacity} positions", valid=f"up to {self.spec.max_positions}"
+            )
+        # Behind the last position a padded block must fit.
+        needed = padded_length(capacity + max(self.block, self.prefill_rows), self.kv_multiple)
+        if needed > self._capacity:
+            self._capacity = needed
+            self.cache = BlockCache(self.spec.num_layers, needed, self.kv_multiple)
+            self._masks = CausalMasks(needed, self.dtype, self.device)
+            if self._fused:
+                self._rotary = RotaryTable(self._base.rotary_emb, needed, self.dtype, self.device)
+        self.cache.reset()
+
+    @property
+    def length(self) -> int:
+        """Positions in the cache."""
+        return self.cache.length
+
+    def rollback(self, length: int) -> None:
+        """Forget all positions from `length` on, by the cache's own API."""
+        self.cache.crop(length - self.cache.length)
+
+    @torch.no_grad()
+    def prefill(self, ids: Sequence[int]) -> None:
+        """Extend the cache by a prompt, in chunks of `prefill_rows`; gives no logits."""
+        for begin in range(0, len(ids), self.prefill_rows):
+            self.store.begin_cycle()
+            self._run(ids[begin : begin + self.prefill_rows], self.prefill_rows, PREFILL)
+
+    @torch.no_grad()
+    def step(self, ids: Sequence[int], path: StepPath) -> StepOut:
+        """Extend the cache by a block of tokens and give each row's logits.
+
+        Args:
+            ids: 1 to `block` tokens; of a draft step, 1 to `draft_rows`.
+            path: which experts.
+        """
+        rows = self.draft_rows if path.phase == "draft" and not path.whole_block else self.block
+        x_TH, routing = self._run(ids, rows, path)
+        logits_TV = self._head(self._final_norm(x_TH))
+        return StepOut(logits_TV[: len(ids)].float(), np.stack(routing).astype(np.int16))
+
+    def expert_ids(self, routing_Lk: np.ndarray) -> list[int]:
+        """Routing of one token as numbers that are unique over layers (for unions of experts)."""
+        return (routing_Lk + self._layer_offsets_L1).ravel().tolist()
+
+    def prefetch(self, routing_Lk: np.ndarray) -> int:
+        """Launch transfers of all experts that a token is predicted to use; returns how many were launched."""
+        layers = zip(self.spec.moe_layers, routing_Lk.tolist(), strict=True)
+        return self.store.prefetch([(layer, expert) for layer, chosen in layers for expert in chosen])
+
+    def _run(self, ids: Sequence[int], rows: int, path: StepPath) -> tuple[Tensor, list[np.ndarray]]:
+        live, start = len(ids), self.cache.length
+        assert 0 < live <= rows, (live, rows)
+        # Padding repeats the last token: finite values, and no expert is asked for it.
+        padded_ids = torch.tensor([*ids, *[ids[-1]] * (rows - live)], device=self.device)
+        block = self._context(rows, start)
+        x_TH = self._embed(padded_ids)
+        routing: list[np.ndarray] = []
+        for layer in self._layers:
+            x_TH = x_TH + layer.attend(layer.norm_1(x_TH), block)
+            hidden_TH = layer.norm_2(x_TH)
+            if layer.moe is not None:
+                output_TH, chosen = layer.moe(hidden_TH, live, path, self.store)
+                routing.append(chosen)
+            else:
+                assert layer.dense is not None
+                output_TH = layer.dense(hidden_TH)
+            x_TH = x_TH + output_TH
+        self.rollback(start + live)
+        return x_TH, routing
+
+    def _context(self, rows: int, start: int) -> BlockContext:
+        padded = padded_length(start + rows, self.kv_multiple)
+        mask_TK = self._masks.block(rows, start, padded)
+        block = BlockContext(rows, start, mask_TK, self.cache)
+        if self._fused:
+            block.rotary = self._rotary.block(start, rows)
+            if rows <= self.block:
+                group = self.spec.num_heads // self.spec.num_kv_heads
+                block.mask_GTK = self._masks.block(rows, start, padded, repeat=group)
+        else:
+            positions = torch.arange(start, start + rows, device=self.device)[None]
+            like = torch.zeros(1, dtype=self.dtype, device=self.device)
+            block.rotary = self._base.rotary_emb(like, positions)
+            block.positions = positions
+        return block
+
+    def _build_layers(self, restructured: bool, pack: bool) -> None:
+        model, spec, family = self.target.model, self.spec, self.target.family
+        self._base: Any = model.model
+        rows = self.block
+        self._compute = {
+            width: ExpertCompute(
+                rows=width,
+                max_union=min(spec.num_experts, width * spec.top_k),
+                hidden=spec.hidden_size,
+                width=spec.expert_width,
+                dtype=self.dtype,
+                device=self.device,
+            )
+            for width in {self.block, self.draft_rows}
+        }
+        self._embed = model.get_input_embeddings()
+        self._final_norm = self._norm(self._base.norm)
+        head: Any = model.get_output_embeddings()
+        self._head = make_linear(head.weight, head.bias, rows=rows, pack=pack)
+        self._layers = []
+        for number, module in enumerate(self._base.layers):
+            attend: Callable[[Tensor, BlockContext], Tensor]
+            if self._fused:
+                attend = GroupedAttention(
+                    module.self_attn,
+                    num_heads=spec.num_heads,
+                    num_kv_heads=spec.num_kv_heads,
+                    layer=number,
+                    rows=rows,
+                    pack=pack,
+                )
+            else:
+                attend = ModuleAttention(module.self_attn)
+            is_moe = number in spec.moe_layers
+            feed_forward = None
+            resident = getattr(module.mlp, family.shared) if is_moe and family.shared else module.mlp
+            if not is_moe or family.shared:
+                feed_forward = SwiGLU.from_module(resident, rows=rows, pack=pack) if restructured else resident
+            self._layers.append(
+                _Layer(
+                    norm_1=self._norm(module.input_layernorm),
+                    attend=attend,
+                    norm_2=self._norm(module.post_attention_layernorm),
+                    moe=self._moe_layer(number, module.mlp, feed_forward, restructured) if is_moe else None,
+                    dense=None if is_moe else feed_forward,
+                )
+            )
+
+    def _moe_layer(
+        self, number: int, module: nn.Module, shared: Callable[[Tensor], Tensor] | None, restructured: bool
+    ) -> MoELayer:
+        router = getattr(module, self.target.family.router)
+        by_sigmoid = restructured and self.target.family.routing == "sigmoid" and can_route_by_sigmoid(router)
+        drafts = self.draft_experts
+        return MoELayer(
+            number,
+            sigmoid_route(router) if by_sigmoid else module_route(router),
+            shared,
+            self.spec.num_experts,
+            self._compute,
+            None if drafts is None else lambda x_TH: drafts.forward_layer(number, x_TH),
+        )
+
+    def _norm(self, module: Any) -> Callable[[Tensor], Tensor]:
+        if not self._fused:
+            return module  # type: ignore[no-any-return]
+        weight, eps, shape = module.weight, module.variance_epsilon, module.weight.shape
+        return lambda x_TH: F.rms_norm(x_TH, shape, weight, eps)

@@ -1,0 +1,105 @@
+"""Experts in host memory: loading all of them, and copying them into slots on demand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moexp.errors import MoexpError
+from moexp.runtime.slots import Slot, map_huge
+from moexp.runtime.transfer import Plan, Transfer
+from moexp.target.experts import ExpertIndex, ExpertKey, ExpertWeights, iter_parts
+
+
+def load_experts(index: ExpertIndex, dtype: torch.dtype | None = None) -> dict[ExpertKey, ExpertWeights]:
+    """Read every expert into one stretch of memory, converted to `dtype` where it is given.
+
+    Raises:
+        MoexpError: a shard cannot be read.
+    """
+    dtype = dtype or index.dtype
+    total = sum(3 * at.width * at.hidden for at in index.locations.values())
+    memory, first = map_huge(total * dtype.itemsize)
+    elements = torch.frombuffer(memory, dtype=dtype)
+    room = Slot(memoryview(memory), elements, first // dtype.itemsize)
+    descriptors = [os.open(path, os.O_RDONLY) for path in index.files]
+    experts = {}
+    used = 0
+    try:
+        for key in index.keys:
+            at = index.locations[key]
+            matrix = at.width * at.hidden
+            weights = room.weights(used, used + 2 * matrix, at.width, at.hidden)
+            used += 3 * matrix
+            targets = (*weights.gate_up.split(at.width), weights.down)
+            for target, (part, _) in zip(targets, iter_parts(at), strict=True):
+                span = at.ranges[part.range]
+                where = str(index.files[span.file])
+                _read(descriptors[span.file], target, span.start + part.offset, index.dtype, where)
+            experts[key] = weights
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    return experts
+
+
+class HostSource:
+    """Experts in host memory; a transfer is a copy into a slot.
+
+    Args:
+        weights: every expert; kept as they are.
+    """
+
+    def __init__(self, weights: Mapping[ExpertKey, ExpertWeights]) -> None:
+        self._weights = dict(weights)
+        self.slot_bytes = max(w.gate_up.nbytes + w.down.nbytes for w in weights.values())
+        self._plans = {}
+        for key, w in weights.items():
+            hidden, width = w.down.shape
+            size = w.gate_up.nbytes + w.down.nbytes
+            self._plans[key] = Plan((None,), size, 0, w.gate_up.numel(), width, hidden)
+
+    def plan(self, key: ExpertKey) -> Plan:
+        return self._plans[key]
+
+    def move(self, transfer: Transfer, piece: None) -> None:
+        memory = np.frombuffer(transfer.slot.buffer, dtype=np.uint8)
+        weights = self._weights[transfer.key]
+        start = 0
+        for tensor in (
+            weights.gate_up,
+            weights.down,
+        ):  # numpy copies without the interpreter's lock and in one thread
+            np.copyto(memory[start : start + tensor.nbytes], _bytes_of(tensor))
+            start += tensor.nbytes
+
+    def finish(self, transfer: Transfer) -> None:
+        pass
+
+    def close(self) -> None:
+        self._weights.clear()
+
+
+def _bytes_of(tensor: Tensor) -> np.ndarray:
+    return tensor.reshape(-1).view(torch.uint8).numpy()
+
+
+def _read(descriptor: int, target: Tensor, start: int, stored: torch.dtype, where: str) -> None:
+    same = target.dtype == stored
+    landing = target if same else torch.empty(target.shape, dtype=stored)
+    memory = memoryview(_bytes_of(landing).data)
+    done = 0
+    try:
+        while done < len(memory):
+            got = os.preadv(descriptor, [memory[done:]], start + done)
+            if not got:
+                raise MoexpError(f"file ends before byte {start + len(memory)}", where=where)
+            done += got
+    except OSError as error:
+        raise MoexpError(f"cannot read at byte {start}: {error.strerror}", where=where) from error
+    if not same:
+        target.copy_(landing)

@@ -1,0 +1,228 @@
+"""Carves a dense SwiGLU language model into a mixture of experts, neuron by neuron.
+
+Every FFN neuron keeps its weights: the most active ones become the shared expert, the others are split into routed
+experts of neurons that fire together. With all experts active the carved model computes what the dense one
+computes; with top-k of them a router decides which neurons matter for a token. The result is a plain
+`Glm4MoeForCausalLM` (sigmoid router with bias correction, normalised gates).
+
+Shapes: T tokens, H hidden size, N FFN neurons of the dense layer, E routed experts, I width of one expert, S
+neurons of the shared expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, LlamaForCausalLM
+
+from ..errors import MoexpError
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The shape of a carved layer. `expert_width` may exceed the neurons an expert receives: the rest starts at
+    zero output.
+    """
+
+    shared_neurons: int
+    routed_experts: int
+    top_k: int
+    expert_width: int
+    cluster_rounds: int = 4
+
+    def neurons_per_expert(self, dense_neurons: int) -> int:
+        """Neurons each routed expert receives.
+
+        Raises:
+            MoexpError: the neurons cannot be split as asked.
+        """
+        routed = dense_neurons - self.shared_neurons
+        if routed <= 0 or routed % self.routed_experts:
+            raise MoexpError(
+                f"{dense_neurons} neurons less {self.shared_neurons} shared do not split into {self.routed_experts} experts",
+                where="target.carve",
+                valid=f"shared_neurons = {dense_neurons} - n x {self.routed_experts}",
+            )
+        if self.shared_neurons % self.expert_width or routed // self.routed_experts > self.expert_width:
+            raise MoexpError(
+                f"expert_width {self.expert_width} does not fit",
+                where="target.carve.expert_width",
+                valid=f"a divisor of shared_neurons, at least {routed // self.routed_experts}",
+            )
+        return routed // self.routed_experts
+
+
+@dataclass
+class Calibration:
+    """What one dense layer did on the calibration tokens: inputs [T, H] and neuron activations [T, N]."""
+
+    inputs_TH: Tensor
+    activations_TN: Tensor
+
+
+@torch.no_grad()
+def calibrate(dense: LlamaForCausalLM, batches: Iterator[Tensor], layers: range) -> list[Calibration]:
+    """Runs the dense model over token batches [B, L] and keeps each layer's FFN inputs and activations (bf16)."""
+    inputs: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    activations: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+
+    def keep(layer: int):  # noqa: ANN202 - a hook
+        def hook(_module: torch.nn.Module, args: tuple[Tensor]) -> None:
+            activations[layer].append(args[0].flatten(0, 1).bfloat16())
+
+        def hook_input(_module: torch.nn.Module, args: tuple[Tensor]) -> None:
+            inputs[layer].append(args[0].flatten(0, 1).bfloat16())
+
+        return hook, hook_input
+
+    handles = []
+    for layer in layers:
+        on_down, on_input = keep(layer)
+        mlp = dense.model.layers[layer].mlp
+        handles += [mlp.down_proj.register_forward_pre_hook(on_down), mlp.register_forward_pre_hook(on_input)]
+    try:
+        for tokens_BL in batches:
+            dense.model(input_ids=tokens_BL, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [Calibration(torch.cat(inputs[layer]), torch.cat(activations[layer])) for layer in layers]
+
+
+def split_neurons(contribution_TN: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """Which neurons are shared [S], and which belong to each routed expert [E, n].
+
+    Args:
+        contribution_TN: |activation| times the norm of the neuron's down-projection column.
+    """
+    neurons = contribution_TN.shape[1]
+    per_expert = geometry.neurons_per_expert(neurons)
+    order_N = contribution_TN.float().pow(2).mean(0).argsort(descending=True, stable=True)
+    shared_S, routed_R = order_N[: geometry.shared_neurons], order_N[geometry.shared_neurons :]
+    groups_En = balanced_clusters(
+        contribution_TN[:, routed_R].float(), geometry.routed_experts, per_expert, geometry.cluster_rounds
+    )
+    return shared_S.sort().values, routed_R[groups_En].sort(dim=1).values
+
+
+def balanced_clusters(activity_TR: Tensor, clusters: int, size: int, rounds: int) -> Tensor:
+    """Balanced k-means of neurons by co-activation: [clusters, size] column indices.
+
+    Each round solves the assignment of neurons to cluster places exactly (each cluster has `size` places), so no
+    cluster ends up empty or full of leftovers. Neurons are compared by the cosine of their activity over tokens, in
+    a random projection that keeps it.
+    """
+    generator = torch.Generator().manual_seed(0)
+    projection_TD = torch.randn(activity_TR.shape[0], 128, generator=generator)
+    points_RD = F.normalize((activity_TR - activity_TR.mean(0)).T @ projection_TD, dim=-1)
+    centres_CD = points_RD[torch.randperm(points_RD.shape[0], generator=generator)[:clusters]]
+    labels_R = np.zeros(points_RD.shape[0], dtype=np.int64)
+    for _ in range(rounds):
+        cost_RP = -(points_RD @ centres_CD.T).repeat_interleave(size, dim=1).numpy()
+        rows, places = linear_sum_assignment(cost_RP)
+        labels_R[rows] = places // size
+        members_CR = F.one_hot(torch.from_numpy(labels_R), clusters).T.float()
+        centres_CD = F.normalize(members_CR @ points_RD, dim=-1)
+    return torch.from_numpy(np.stack([np.flatnonzero(labels_R == cluster) for cluster in range(clusters)]))
+
+
+def fit_router(inputs_TH: Tensor, energy_TE: Tensor, ridge: float = 1e-2) -> Tensor:
+    """A linear router [E, H] that predicts each expert's log energy, centred over experts.
+
+    Ridge regression without intercept (the router has none): the mean of the hidden states carries it. A start for
+    the distillation that follows.
+    """
+    target_TE = energy_TE.clamp_min(1e-8).log()
+    target_TE = target_TE - target_TE.mean(1, keepdim=True)
+    x_TH = inputs_TH.float()
+    gram_HH = x_TH.T @ x_TH
+    gram_HH += ridge * gram_HH.diagonal().mean() * torch.eye(len(gram_HH))
+    return torch.linalg.solve(gram_HH, x_TH.T @ target_TE).T.contiguous()
+
+
+def carved_config(dense: LlamaForCausalLM, geometry: Geometry) -> Glm4MoeConfig:
+    """The configuration of the carved model: the dense model's attention, GLM-4-MoE's experts and router."""
+    source = dense.config
+    return Glm4MoeConfig(
+        vocab_size=source.vocab_size,
+        hidden_size=source.hidden_size,
+        intermediate_size=source.intermediate_size,
+        moe_intermediate_size=geometry.expert_width,
+        num_hidden_layers=source.num_hidden_layers,
+        num_attention_heads=source.num_attention_heads,
+        num_key_value_heads=source.num_key_value_heads,
+        head_dim=source.head_dim,
+        hidden_act=source.hidden_act,
+        max_position_embeddings=source.max_position_embeddings,
+        rms_norm_eps=source.rms_norm_eps,
+        tie_word_embeddings=source.tie_word_embeddings,
+        rope_parameters={**source.rope_parameters, "partial_rotary_factor": 1.0},
+        partial_rotary_factor=1.0,
+        attention_bias=False,
+        use_qk_norm=False,
+        first_k_dense_replace=1,
+        n_group=1,
+        topk_group=1,
+        n_routed_experts=geometry.routed_experts,
+        num_experts_per_tok=geometry.top_k,
+        n_shared_experts=geometry.shared_neurons // geometry.expert_width,
+        routed_scaling_factor=float(geometry.top_k),
+        norm_topk_prob=True,
+        bos_token_id=source.bos_token_id,
+        eos_token_id=source.eos_token_id,
+        pad_token_id=source.pad_token_id,
+    )
+
+
+@torch.no_grad()
+def carve(
+    dense: LlamaForCausalLM,
+    calibration: list[Calibration],
+    geometry: Geometry,
+    on_layer: Callable[[int], None] = lambda layer: None,
+) -> tuple[Glm4MoeForCausalLM, list[Tensor]]:
+    """The carved model in fp32, routers fitted, not yet repaired, and the neurons [E, n] of each layer's experts.
+
+    `calibration` covers layers 1 and up.
+    """
+    config = carved_config(dense, geometry)
+    model = Glm4MoeForCausalLM(config).float()
+    state = {name: tensor.float() for name, tensor in dense.state_dict().items()}
+    model.load_state_dict({name: state[name] for name in model.state_dict() if name in state}, strict=False)
+    groups: list[Tensor] = []
+    for layer, seen in enumerate(calibration, start=1):
+        groups.append(_carve_layer(model, state, layer, seen, geometry))
+        on_layer(layer)
+    return model, groups
+
+
+def _carve_layer(
+    model: Glm4MoeForCausalLM, state: dict[str, Tensor], layer: int, seen: Calibration, geometry: Geometry
+) -> Tensor:
+    prefix = f"model.layers.{layer}.mlp."
+    gate_NH, up_NH, down_HN = (
+        state[f"{prefix}{name}.weight"] for name in ("gate_proj", "up_proj", "down_proj")
+    )
+    contribution_TN = seen.activations_TN.float().abs() * down_HN.norm(dim=0)
+    shared_S, groups_En = split_neurons(contribution_TN, geometry)
+    block = model.model.layers[layer].mlp
+    block.shared_experts.gate_proj.weight.copy_(gate_NH[shared_S])
+    block.shared_experts.up_proj.weight.copy_(up_NH[shared_S])
+    block.shared_experts.down_proj.weight.copy_(down_HN[:, shared_S])
+    experts, width, size = block.experts, geometry.expert_width, groups_En.shape[1]
+    spread = float(gate_NH.std())  # spare neurons: random input, zero output, so that repair may use them
+    experts.gate_up_proj.normal_(0.0, spread, generator=torch.Generator().manual_seed(layer))
+    experts.down_proj.zero_()
+    experts.gate_up_proj[:, :size] = gate_NH[groups_En]
+    experts.gate_up_proj[:, width : width + size] = up_NH[groups_En]
+    experts.down_proj[:, :, :size] = down_HN[:, groups_En].permute(1, 0, 2)
+    energy_TE = contribution_TN[:, groups_En.flatten()].pow(2).unflatten(1, groups_En.shape).sum(-1)
+    block.gate.weight.copy_(fit_router(seen.inputs_TH, energy_TE))
+    block.gate.e_score_correction_bias.zero_()
+    return groups_En

@@ -1,0 +1,184 @@
+"""A random tiny target, built in milliseconds: a real checkpoint folder in a family's own format, for tests.
+
+Its weights are scaled so that greedy decoding wanders instead of repeating one token, and so that a draft path with
+fewer routed experts agrees with the whole model on some tokens and not on others.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from moexp.errors import MoexpError
+
+SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
+NEVER_IN_UTF8 = (0xC0, 0xC1, *range(0xF5, 0x100))
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def build_tiny_target(
+    folder: Path | str,
+    *,
+    seed: int = 0,
+    hidden: int = 64,
+    layers: int = 4,
+    experts: int = 16,
+    top_k: int = 4,
+    shared: int = 1,
+    expert_width: int = 32,
+    vocab: int = 256,
+    model_type: str = "glm4_moe",
+    dtype: torch.dtype = torch.float32,
+    expert_gain: float = 0.5,
+    logit_gain: float = 4.0,
+    max_shard_size: str = "50GB",
+) -> Path:
+    """Write a random checkpoint with a byte-level tokenizer and a chat template.
+
+    Args:
+        folder: written to; created if need be.
+        seed: of the weights; the same arguments give the same bytes.
+        hidden, layers, experts, top_k, shared, expert_width, vocab: geometry. The first layer is dense (except in
+            qwen3_moe, which also has no shared expert).
+        model_type: any family that moexp runs.
+        dtype: storage type.
+        expert_gain: scale of the routed experts: the larger, the less a draft path without them agrees.
+        logit_gain: standard deviation of the logits: the larger, the surer is the draft of its tokens.
+        max_shard_size: as in `save_pretrained`, to get several shards.
+
+    Returns:
+        The folder.
+
+    Raises:
+        MoexpError: the vocabulary has no room for all bytes that occur in UTF-8 and the special tokens.
+    """
+    folder = Path(folder)
+    tokenizer = byte_tokenizer(vocab)
+    config = AutoConfig.for_model(
+        model_type,
+        **_geometry(model_type, hidden, layers, experts, top_k, shared, expert_width),
+        vocab_size=vocab,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=False,
+        dtype=dtype,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        _randomise(model, expert_gain, logit_gain)
+    for name, parameter in model.named_parameters():
+        if not name.endswith("gate.weight"):  # routers stay in fp32, as transformers keeps them
+            parameter.data = parameter.data.to(dtype)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def byte_tokenizer(vocab: int = 256) -> PreTrainedTokenizerFast:
+    """A tokenizer of single bytes; special tokens take ids of bytes that never occur in UTF-8, then ids from 256 on."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), key=ord)
+    never = {_byte_char(byte) for byte in NEVER_IN_UTF8}
+    bytes_used = [char for char in alphabet if char not in never]
+    if vocab < len(bytes_used) + len(SPECIAL_TOKENS):
+        raise MoexpError(
+            f"a vocabulary of {vocab} is too small for a byte-level tokenizer",
+            valid=f"from {len(bytes_used) + len(SPECIAL_TOKENS)}",
+        )
+    ids = {char: number for number, char in enumerate(bytes_used + list(SPECIAL_TOKENS))}
+    tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=SPECIAL_TOKENS[0],
+        bos_token=SPECIAL_TOKENS[1],
+        eos_token=SPECIAL_TOKENS[3],
+        additional_special_tokens=list(SPECIAL_TOKENS[2:3]),
+        clean_up_tokenization_spaces=False,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def _byte_char(byte: int) -> str:
+    """The character that ByteLevel writes for a byte (GPT-2's table: printable bytes stand for themselves)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    if byte in printable:
+        return chr(byte)
+    return chr(256 + sorted(set(range(256)) - set(printable)).index(byte))
+
+
+def _geometry(
+    model_type: str, hidden: int, layers: int, experts: int, top_k: int, shared: int, expert_width: int
+) -> dict[str, Any]:
+    heads = max(2, hidden // 16)
+    common: dict[str, Any] = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "moe_intermediate_size": expert_width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "num_experts_per_tok": top_k,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+    }
+    routed = {"n_routed_experts": experts, "n_shared_experts": shared, "first_k_dense_replace": 1}
+    latent = {
+        "num_key_value_heads": heads,
+        "q_lora_rank": None,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+    }
+    groups = {"n_group": 1, "topk_group": 1}
+    per_family: dict[str, dict[str, Any]] = {
+        "glm4_moe": {
+            **routed,
+            **groups,
+            "head_dim": 16,
+            "use_qk_norm": False,
+            "partial_rotary_factor": 1.0,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.5,
+        },
+        "deepseek_v3": {**routed, **latent, **groups, "norm_topk_prob": True, "routed_scaling_factor": 1.5},
+        "deepseek_v2": {**routed, **latent, "topk_method": "greedy", "routed_scaling_factor": 4.0},
+        "qwen3_moe": {"num_experts": experts, "head_dim": 16, "norm_topk_prob": True},
+    }
+    if model_type not in per_family:
+        raise MoexpError(f"no tiny target of type {model_type!r}", valid=", ".join(sorted(per_family)))
+    return common | per_family[model_type]
+
+
+def _randomise(model: nn.Module, expert_gain: float, logit_gain: float) -> None:
+    """Redraw all weights: matrices keep the scale of what passes through, routed experts are scaled by the gain."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:
+            nn.init.ones_(parameter)
+        elif "embed_tokens" in name:
+            nn.init.normal_(parameter, std=1.0)
+        elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            nn.init.normal_(parameter, std=math.sqrt(expert_gain / parameter.shape[-1]))
+        elif name == "lm_head.weight":
+            nn.init.normal_(parameter, std=logit_gain / math.sqrt(parameter.shape[-1]))
+        elif name.endswith("gate.weight"):
+            nn.init.normal_(parameter, std=1.5 / math.sqrt(parameter.shape[-1]))
+        else:
+            nn.init.normal_(parameter, std=1.0 / math.sqrt(parameter.shape[-1]))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            nn.init.normal_(buffer, std=0.05)

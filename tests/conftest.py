@@ -1,0 +1,35 @@
+"""Shared by all tests: one compute thread, no network, artifacts in a temporary folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Before anything imports torch: spinning threads of two processes slow each other down many times.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# How long an example takes says more about what else the machine does than about the code.
+settings.register_profile(
+    "moexp", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize="CI" in os.environ
+)
+settings.load_profile("moexp")
+
+
+@pytest.fixture(autouse=True)
+def moexp_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """$MOEXP_HOME of this test: empty, and not the user's."""
+    home = tmp_path_factory.mktemp("moexp-home")
+    monkeypatch.setenv("MOEXP_HOME", str(home))
+    return home
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Under `make test`: how lint and types went, so that the end of the output says it all."""
+    checks = os.environ.get("MOEXP_CHECKS")
+    if checks:
+        terminalreporter.write_line(f"checks before the tests: {checks}", red="FAILED" in checks)
