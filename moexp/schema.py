@@ -230,7 +230,16 @@ class BenchSection(Section):
     workloads: tuple[str, ...] = ("chat", "math", "code", "summary", "instruct")
     """Sources of `moexp.data.load_prompts`: embedded names, paths of JSONL files, or hub data sets."""
     prompts_per_workload: Positive = 16
-    max_new_tokens: Positive = 96
+    """At most; each kind of platform takes as many as it has time for."""
+    resident_prompts: Positive = 4
+    """A workload, for what does not depend on time (acceptance, unions)."""
+    local_disk_prompts: Positive = 2
+    """A workload, on platforms that are measured."""
+    paced_prompts: Positive = 1
+    """A workload, on platforms that are emulated."""
+    max_new_tokens: Positive = 48
+    paced_new_tokens: Positive = 24
+    """In place of `max_new_tokens` where loading is emulated, and for Table 5's prefetch hits."""
     platforms: tuple[str, ...] = ("local-disk", "paced-cg", "paced-mn")
     warmup_prompts: NonNegative = 1
     """Prompts decoded before anything is counted."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,22 @@ def moexp_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
     home = tmp_path_factory.mktemp("moexp-home")
     monkeypatch.setenv("MOEXP_HOME", str(home))
     return home
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_folder(model_type=..., dtype=..., **options)`: a random tiny checkpoint, each kind built once."""
+    built: dict[str, Path] = {}
+
+    def folder(**options: object) -> Path:
+        from moexp.target.tiny import build_tiny_target
+
+        name = "-".join(["tiny", *(f"{key}={options[key]}" for key in sorted(options))])
+        if name not in built:
+            built[name] = build_tiny_target(tmp_path_factory.mktemp(name, numbered=False), **options)  # type: ignore[arg-type]
+        return built[name]
+
+    return folder
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -48,7 +48,7 @@ def save_shards(
         save_file(tensors, folder / "model.safetensors")
         return folder
     place = shard_of or (lambda number: number * shards // len(tensors))
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for shard in range(shards):
         file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         mine = {name: tensor for number, (name, tensor) in enumerate(sorted(tensors.items())) if place(number) == shard}

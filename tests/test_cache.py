@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moexp.errors import MoexpError
-from moexp.runtime.cache import POLICIES, make_policy
-from moexp.runtime.counters import PHASES, StoreCounters
+from moexp.runtime.cache import POLICIES, LeastFrequent, make_policy
+from moexp.runtime.counters import PHASES, Phase, StoreCounters
 from moexp.runtime.residency import Residency
 
 KEYS = [(layer, expert) for layer in (1, 2) for expert in range(4)]
@@ -58,7 +58,7 @@ def test_victims(name, data):
 
 
 def test_least_frequent_forgets_no_count_and_does_not_grow():
-    policy = make_policy("lfu")
+    policy = LeastFrequent()
     popular, other = KEYS[:2]
     policy.on_insert(other)
     policy.on_demand(other)
@@ -75,7 +75,7 @@ def test_least_frequent_forgets_no_count_and_does_not_grow():
 class Stay:
     """One expert in the model."""
 
-    origin: str | None
+    origin: Phase | None
     cycle: int
     unused: bool
     begun: bool = False
@@ -187,7 +187,8 @@ class Model:
         for key, stay in stays.items():
             stay.pins -= 1
             stay.leaves = stay.leaves or (not self.keeps and phase != "draft")
-            if self.stays.get(key) is stay and stay.leaves and stay.ready and not stay.pins:
+            there = key in self.stays and self.stays[key] is stay
+            if there and stay.leaves and stay.ready and not stay.pins:
                 self.drop(key)
         self.shrink()
 
@@ -283,6 +284,22 @@ def test_prefetch_gives_up_nothing_of_its_own_cycle():
     residency.prefetch([(1, 1)])  # predicted again, so it stays
     assert [entry.key for entry in residency.prefetch([(1, 3), (1, 2)])] == [(1, 3)]
     assert sorted(residency.entries) == [(1, 1), (1, 3)] and counters.wasted == 1
+
+
+def test_a_demand_gives_up_predicted_experts_last():
+    """Of what this cycle brought in, first goes what has been used."""
+    residency = Residency(make_policy("lru"), 2, StoreCounters(), lambda entry: None, lambda entry: False)
+    residency.begin_cycle()
+    [predicted] = residency.prefetch([(2, 0)])
+    residency.landed(predicted, 1)
+    for expert in range(3):
+        [entry], _, _ = residency.demand([(1, expert)], "draft")
+        residency.landed(entry, 1)
+        residency.release([entry], "draft")
+    assert sorted(residency.entries) == [(1, 2), (2, 0)]
+    pinned, _, _ = residency.demand([(1, 2)], "draft")
+    residency.demand([(1, 3)], "draft")  # nothing else is left
+    assert sorted(residency.entries) == [(1, 2), (1, 3)]
 
 
 def test_counters_subtract_and_flatten():

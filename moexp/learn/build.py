@@ -7,6 +7,7 @@ Shapes: N rows, L tokens a row.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +40,11 @@ def build_target(recipe: Recipe, folder: Path, *, cache: Path, provenance: dict[
     if section.kind == "tiny":
         if not (folder / "config.json").exists():
             _build_tiny(section, folder, recipe.seed)
-        return folder
-    if section.kind == "hub":
+    elif section.kind == "hub":
         raise MoexpError(
             "nothing to build: the target is a checkpoint", where="target.kind", valid="carved or tiny"
         )
-    if not (folder / MANIFEST).exists():
+    elif not (folder / MANIFEST).exists():
         _build_carved(recipe, folder, cache, provenance)
     if section.pad_expert_width is None:
         return folder
@@ -57,17 +57,19 @@ def build_target(recipe: Recipe, folder: Path, *, cache: Path, provenance: dict[
 
 def _build_tiny(section: TargetSection, folder: Path, seed: int) -> None:
     tiny = section.tiny
-    build_tiny_target(
-        folder,
-        seed=seed,
-        hidden=tiny.hidden_size,
-        layers=tiny.num_layers,
-        experts=tiny.num_experts,
-        top_k=tiny.top_k,
-        shared=tiny.num_shared_experts,
-        expert_width=tiny.expert_width,
-        vocab=tiny.vocab_size,
-    )
+    with new_folder(folder) as into:
+        build_tiny_target(
+            into,
+            seed=seed,
+            hidden=tiny.hidden_size,
+            layers=tiny.num_layers,
+            experts=tiny.num_experts,
+            top_k=tiny.top_k,
+            shared=tiny.num_shared_experts,
+            expert_width=tiny.expert_width,
+            vocab=tiny.vocab_size,
+            model_type=tiny.model_type,
+        )
 
 
 def _build_carved(recipe: Recipe, folder: Path, cache: Path, provenance: dict[str, Any]) -> None:
@@ -103,6 +105,7 @@ def _build_carved(recipe: Recipe, folder: Path, cache: Path, provenance: dict[st
         "answers": answers,
         "provenance": provenance,
     })  # fmt: skip
+    shutil.rmtree(work / "repair", ignore_errors=True)  # weights and moments of every stage: a gigabyte and more
 
 
 def _carve(

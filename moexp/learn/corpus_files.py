@@ -118,9 +118,13 @@ def write_corpus(
                 temperatures=section.temperatures,
                 seed=seed * 1000 + batch,
             )
+            start = batch * per_batch
+
+            def on_step(done: int, start: int = start) -> None:
+                advance(start + done)
+
             streams = write_streams(
-                model, scripts(tokenizer, seed * 1000 + batch), settings, stop_ids=stop_ids, end_id=end_id,
-                on_step=lambda done, start=batch * per_batch: advance(start + done),
-            )  # fmt: skip
+                model, scripts(tokenizer, seed * 1000 + batch), settings, stop_ids=stop_ids, end_id=end_id, on_step=on_step
+            )
             with new_folder(place) as into:
                 save_rows(into / "rows.parquet", streams.tokens, tokenizer, author)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -208,7 +208,7 @@ def start_from_neurons(path: DraftPath, experts: DraftExperts, rows_BL: Tensor) 
             )
         best_W = torch.stack(energy_EI).flatten().argsort(descending=True, stable=True)[: experts.width]
         gate_up_E2IH = routed.gate_up_proj.unflatten(1, (2, -1))
-        made = experts.experts[str(layer)]
+        made: Any = experts.experts[str(layer)]
         count = len(best_W)
         made.gate_up[:count] = gate_up_E2IH[:, 0].flatten(0, 1)[best_W].float()
         made.gate_up[experts.width : experts.width + count] = gate_up_E2IH[:, 1].flatten(0, 1)[best_W].float()

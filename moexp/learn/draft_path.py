@@ -9,7 +9,7 @@ Shapes: T tokens, H hidden size, E experts, k experts a token, R routed experts 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal
@@ -111,7 +111,8 @@ class DraftPath:
         finally:
             self.mode, self.losses = "target", None
 
-    def _block_forward(self, layer: int, block: nn.Module):  # noqa: ANN202 - replaces a module's forward
+    def _block_forward(self, layer: int, block: nn.Module) -> Callable[[Tensor], Tensor]:
+        """What replaces the forward of a MoE block."""
         router = getattr(block, self.family.router)
         routed = getattr(block, self.family.experts)
         shared = getattr(block, self.family.shared) if self.family.shared else None

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,6 +72,7 @@ def train(
     checkpoint: Path | None = None,
     checkpoint_every_s: float = 60.0,
     identity: str = "",
+    extra: Mapping[str, Tensor] | None = None,
     after_step: Callable[[int], None] = lambda step: None,
     on_step: Callable[[int, Metrics], None] = lambda step, metrics: None,
 ) -> int:
@@ -76,7 +81,10 @@ def train(
     Args:
         named: the trainable parameters. `lr_scale` multiplies the rate of names that start with a key.
         checkpoint: folder to resume from and to write to; `identity` must match the one it was written with.
+        extra: tensors that steps change besides the parameters; saved and restored with them.
         after_step: called after each optimiser update; on_step: called with the step's metrics.
+
+    Ctrl-C takes effect at the end of a step, with a checkpoint; a second one takes effect at once, without.
 
     Raises:
         MoexpError: the checkpoint belongs to another run.
@@ -87,13 +95,18 @@ def train(
         {"params": [parameter], "scale": scale} for parameter, scale in zip(parameters, scales, strict=True)
     ]
     optimizer = torch.optim.AdamW(groups, lr=schedule.lr, betas=betas, weight_decay=0.0, fused=True)
-    step, before_s = (0, 0.0) if checkpoint is None else _resume(checkpoint, named, optimizer, identity)
+    extra = extra or {}
+    step, before_s = (0, 0.0) if checkpoint is None else _resume(checkpoint, named, extra, optimizer, identity)
     started = saved = time.monotonic()
 
     def elapsed_s() -> float:
         return before_s + time.monotonic() - started
 
-    try:
+    def save() -> None:
+        if checkpoint is not None:
+            _save(checkpoint, named, extra, optimizer, step, elapsed_s(), identity)
+
+    with _interrupt_noted() as interrupted:
         while step < schedule.steps and schedule.progress(step, elapsed_s()) < 1.0:
             rate = schedule.rate(step, elapsed_s())
             for group in optimizer.param_groups:
@@ -106,25 +119,49 @@ def train(
             after_step(step)
             step += 1
             on_step(step, {**metrics, "lr": rate, "grad_norm": norm, "elapsed_s": elapsed_s()})
-            if checkpoint is not None and time.monotonic() - saved > checkpoint_every_s:
-                _save(checkpoint, named, optimizer, step, elapsed_s(), identity)
+            if interrupted():
+                save()
+                raise KeyboardInterrupt
+            if time.monotonic() - saved > checkpoint_every_s:
+                save()
                 saved = time.monotonic()
-    except KeyboardInterrupt:
-        if checkpoint is not None:
-            _save(checkpoint, named, optimizer, step, elapsed_s(), identity)
-        raise
     return step
+
+
+@contextmanager
+def _interrupt_noted() -> Iterator[Callable[[], bool]]:
+    """Inside, a first Ctrl-C is only noted: cut in half, an update would be neither done nor undone."""
+    before = signal.getsignal(signal.SIGINT)
+    noted = False
+
+    def note(number: int, frame: object) -> None:
+        nonlocal noted
+        if noted:
+            raise KeyboardInterrupt
+        noted = True
+        print("\nstopping after this step (Ctrl-C again: at once)", file=sys.stderr)
+
+    # Only the main thread may do this, and who runs us in the background may have it ignored.
+    mine = threading.current_thread() is threading.main_thread() and callable(before)
+    if mine:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: noted
+    finally:
+        if mine:
+            signal.signal(signal.SIGINT, before)
 
 
 def _save(
     folder: Path,
     named: dict[str, nn.Parameter],
+    extra: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer,
     step: int,
     elapsed_s: float,
     identity: str,
 ) -> None:
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {f"extra.{name}": tensor.detach().contiguous() for name, tensor in extra.items()}
     for name, parameter in named.items():
         tensors[f"parameter.{name}"] = parameter.detach().contiguous()
         state = optimizer.state.get(parameter, {})
@@ -139,7 +176,11 @@ def _save(
 
 
 def _resume(
-    folder: Path, named: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, identity: str
+    folder: Path,
+    named: dict[str, nn.Parameter],
+    extra: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    identity: str,
 ) -> tuple[int, float]:
     recover_folder(folder)
     if not (folder / "state.json").exists():
@@ -153,6 +194,8 @@ def _resume(
         )
     with safe_open(folder / "state.safetensors", "pt") as saved, torch.no_grad():
         keys = set(saved.keys())
+        for name, tensor in extra.items():
+            tensor.copy_(saved.get_tensor(f"extra.{name}"))
         for name, parameter in named.items():
             parameter.copy_(saved.get_tensor(f"parameter.{name}"))
             if f"exp_avg.{name}" in keys:

@@ -9,24 +9,24 @@ Shapes: T tokens, H hidden size, E experts, I expert width.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 MASKED_DENSE = "masked_dense"
 WIDEST = 4096  # neurons (E x I) up to which dense is the faster choice
 
 
-def masked_dense_forward(
-    experts: nn.Module, hidden_TH: Tensor, index_Tk: Tensor, weight_Tk: Tensor
-) -> Tensor:
+def masked_dense_forward(experts: Any, hidden_TH: Tensor, index_Tk: Tensor, weight_Tk: Tensor) -> Tensor:
     """The routed output [T, H] of a fused SwiGLU experts module (gate_up_proj [E, 2I, H], down_proj [E, H, I])."""
     gate_up_EJH, down_EHI = experts.gate_up_proj, experts.down_proj
     num_experts, _, hidden = gate_up_EJH.shape
     both_TEJ = F.linear(hidden_TH, gate_up_EJH.flatten(0, 1)).unflatten(1, (num_experts, -1))
     gate_TEI, up_TEI = both_TEJ.chunk(2, dim=-1)
-    gates_TE = torch.zeros(hidden_TH.shape[0], num_experts, dtype=both_TEJ.dtype)
+    gates_TE = torch.zeros(hidden_TH.shape[0], num_experts, dtype=both_TEJ.dtype, device=both_TEJ.device)
     gates_TE = gates_TE.scatter(1, index_Tk, weight_Tk.to(both_TEJ.dtype))
     active_TEI = F.silu(gate_TEI) * up_TEI * gates_TE.unsqueeze(-1)
     return F.linear(active_TEI.flatten(1), down_EHI.permute(1, 0, 2).reshape(hidden, -1))

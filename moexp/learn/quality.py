@@ -105,7 +105,7 @@ def sample_answers(
             if int(token) == tokenizer.eos_token_id:
                 break
             ids = torch.cat([ids, token.view(1, 1)], dim=1)
-        answers.append({"question": question, "answer": tokenizer.decode(ids[0, len(prompt) :])})
+        answers.append({"question": question, "answer": str(tokenizer.decode(ids[0, len(prompt) :]))})
     return answers
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,7 +50,7 @@ def prepare(student: Glm4MoeForCausalLM) -> None:
     student.train()
 
 
-def moe_layers(model: Glm4MoeForCausalLM) -> dict[int, nn.Module]:
+def moe_layers(model: Glm4MoeForCausalLM) -> dict[int, Any]:
     """The MoE blocks by layer."""
     layers = enumerate(model.model.layers)
     return {index: layer.mlp for index, layer in layers if hasattr(layer.mlp, "experts")}
@@ -88,6 +89,10 @@ class LoadBalancer:
                 worst = max(worst, float(load_E.max() / mean))
             load_E.zero_()
         return worst
+
+    def state(self) -> dict[str, Tensor]:
+        """The selection biases: no parameters, but what a resumed run must find as it left them."""
+        return {str(number): gate.e_score_correction_bias for number, gate in enumerate(self._gates)}
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -147,6 +152,7 @@ def repair_layerwise(
             clip=100.0,
             checkpoint=checkpoint,
             identity=identity,
+            extra=balancer.state(),
             on_step=on_step,
         )
     finally:
@@ -168,7 +174,7 @@ def _keep_energy(
 
 
 def _learn_block(
-    block: nn.Module, energies: dict[int, Tensor], layer: int, settings: RepairSettings, errors: list[float]
+    block: Any, energies: dict[int, Tensor], layer: int, settings: RepairSettings, errors: list[float]
 ) -> Callable[..., None]:
     def hook(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         x_TH, y_TH = args[0].flatten(0, 1).detach(), output.flatten(0, 1).detach().float()
@@ -220,6 +226,14 @@ def repair_end_to_end(
 
     names = {name: parameter for name, parameter in student.named_parameters() if parameter.requires_grad}
     try:
-        train(names, settings.end_to_end, step_fn, checkpoint=checkpoint, identity=identity, on_step=on_step)
+        train(
+            names,
+            settings.end_to_end,
+            step_fn,
+            checkpoint=checkpoint,
+            identity=identity,
+            extra=balancer.state(),
+            on_step=on_step,
+        )
     finally:
         balancer.close()

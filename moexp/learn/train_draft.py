@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -123,6 +124,11 @@ def _watcher(name: str, advance: Advance, log: list[dict[str, Any]] | None) -> C
     return on_step
 
 
+def context_starts(length: int) -> list[int]:
+    """Where held-out blocks start in rows of `length` tokens: those of `CONTEXT_STARTS` that have text before them."""
+    return [start for start in CONTEXT_STARTS if start <= length] or [length // 2]
+
+
 def measure(
     bench: Bench, experts: DraftExperts | None, top_r: int = 1, draft_length: int = 4
 ) -> dict[str, Any]:
@@ -130,7 +136,7 @@ def measure(
     held = experts.to(bench.model.dtype) if experts is not None else None
     path = DraftPath(bench.model, held, top_r=top_r)
     agreement: Agreement = measure_agreement(path, bench.held_NL)
-    acceptance: Acceptance = measure_acceptance(path, bench.held_NL, list(CONTEXT_STARTS), draft_length)
+    acceptance: Acceptance = measure_acceptance(path, bench.held_NL, context_starts(bench.held_NL.shape[1]), draft_length)
     return {**asdict(agreement), **asdict(acceptance)}
 
 
@@ -156,4 +162,5 @@ def train_draft_expert(
         "provenance": provenance,
     }
     save_draft_experts(out, experts.to(torch.bfloat16), bench.identity, details)
+    shutil.rmtree(work / "state", ignore_errors=True)
     return metrics

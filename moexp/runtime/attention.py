@@ -71,9 +71,7 @@ class GroupedAttention:
         rows, pack: as in `make_linear`.
     """
 
-    def __init__(
-        self, module: Any, *, num_heads: int, num_kv_heads: int, layer: int, rows: int, pack: bool
-    ) -> None:
+    def __init__(self, module: Any, *, num_heads: int, num_kv_heads: int, layer: int, rows: int, pack: bool) -> None:
         weight, bias = fuse_linears([module.q_proj, module.k_proj, module.v_proj])
         self.qkv = make_linear(weight, bias, rows=rows, pack=pack)
         self.out = make_linear(module.o_proj.weight, module.o_proj.bias, rows=rows, pack=pack)
@@ -104,9 +102,7 @@ class GroupedAttention:
             keys_1MKD = keys_1MKD[0, :, None].expand(-1, self.group, -1, -1)
             values_1MKD = values_1MKD[0, :, None].expand(-1, self.group, -1, -1)
             mask = block.mask_TK
-        mixed = F.scaled_dot_product_attention(
-            q_MGTD, keys_1MKD, values_1MKD, attn_mask=mask, scale=self.scaling
-        )
+        mixed = F.scaled_dot_product_attention(q_MGTD, keys_1MKD, values_1MKD, attn_mask=mask, scale=self.scaling)
         mixed_TND = mixed.reshape(kv_heads, self.group, rows, dim).permute(2, 0, 1, 3)
         return self.out(mixed_TND.reshape(rows, heads * dim))
 
@@ -146,4 +142,3 @@ class RotaryTable:
     def block(self, start: int, rows: int) -> tuple[Tensor, Tensor]:
         """cos and signed sin [rows, 1, R] from position `start` on."""
         return self.cos_P1R[start : start + rows], self.sin_P1R[start : start + rows]
-

@@ -283,7 +283,9 @@ class _Loop:
             return None
         if not proposal.routing:
             return 0
-        return union_size(np.stack(proposal.routing, axis=1)[..., : self.drafter.path.top_r], self.engine.spec.num_experts)
+        return union_size(
+            np.stack(proposal.routing, axis=1)[..., : self.drafter.path.top_r], self.engine.spec.num_experts
+        )
 
     def _overlap(self, proposal: _Proposal, out: StepOut) -> tuple[int | None, int | None]:
         """How well the draft path's router predicted, over the block's rows that it saw."""

@@ -45,36 +45,43 @@ class DirectFile:
     size: int
 
 
-def open_direct(path: Path) -> DirectFile:
-    """Open for reads that bypass the page cache, or for buffered reads where that is refused.
+def open_file(path: Path, *, direct: bool = True) -> DirectFile:
+    """Open for reads that bypass the page cache; for buffered reads if not `direct`, or where that is refused.
 
     Raises:
         MoexpError: the file cannot be opened.
     """
     flags = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
-    direct_flag = getattr(os, "O_DIRECT", 0)
     try:
-        if direct_flag:
-            try:
-                fd = os.open(path, flags | direct_flag)
-                try:
-                    os.preadv(fd, [mmap.mmap(-1, PAGE)], 0)  # some file systems refuse only here
-                    return DirectFile(path, fd, True, os.fstat(fd).st_size)
-                except OSError:
-                    os.close(fd)
-                    raise
-            except OSError as error:
-                if error.errno not in _REFUSED:
-                    raise
+        fd = _open_direct(path, flags) if direct else None
+        if fd is not None:
+            return DirectFile(path, fd, True, os.fstat(fd).st_size)
         fd = os.open(path, flags)
         return DirectFile(path, fd, False, os.fstat(fd).st_size)
     except OSError as error:
         raise MoexpError(f"cannot open shard {path.name}: {error.strerror}", where=str(path)) from error
 
 
+def _open_direct(path: Path, flags: int) -> int | None:
+    """A descriptor, or None where the file system refuses; some refuse only the first read."""
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    fd = None
+    try:
+        fd = os.open(path, flags | os.O_DIRECT)
+        os.preadv(fd, [mmap.mmap(-1, PAGE)], 0)
+        return fd
+    except OSError as error:
+        if fd is not None:
+            os.close(fd)
+        if error.errno in _REFUSED:
+            return None
+        raise
+
+
 def open_shards(paths: Sequence[Path]) -> tuple[DirectFile, ...]:
     """Open shards, warning once where reads will go through the page cache."""
-    files = tuple(open_direct(path) for path in paths)
+    files = tuple(open_file(path) for path in paths)
     buffered = [file.path for file in files if not file.direct]
     if buffered:
         warnings.warn(
@@ -86,24 +93,23 @@ def open_shards(paths: Sequence[Path]) -> tuple[DirectFile, ...]:
 
 
 def read_into(file: DirectFile, buffer: memoryview, start: int, needed: int) -> None:
-    """Fill `buffer` from `start`; at least `needed` bytes must come. All three are page-aligned but for `needed`.
+    """Fill `buffer` from `start`; at least `needed` bytes must come. Direct reads want whole pages.
 
     Raises:
         MoexpError: the file ends too early, or cannot be read.
     """
     done = 0
-    try:
-        while done < needed:
+    while done < needed:
+        try:
             got = os.preadv(file.fd, [buffer[done:]], start + done)
-            if got == 0 or done + got < needed and got < PAGE:
-                raise MoexpError(f"shard {file.path.name} ends before byte {start + needed}", where=str(file.path))
-            done = done + got if done + got >= needed else align_down(done + got)
-        if not file.direct and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fd, start, len(buffer), os.POSIX_FADV_DONTNEED)
-    except OSError as error:
-        raise MoexpError(
-            f"cannot read shard {file.path.name} at byte {start}: {error.strerror}", where=str(file.path)
-        ) from error
+        except OSError as error:
+            what = f"cannot read shard {file.path.name} at byte {start + done}: {error.strerror}"
+            raise MoexpError(what, where=str(file.path)) from error
+        short = done + got < needed
+        advance = align_down(got) if file.direct and short else got
+        if not advance:
+            raise MoexpError(f"shard {file.path.name} ends before byte {start + needed}", where=str(file.path))
+        done += advance
 
 
 class FileSource:
@@ -133,8 +139,10 @@ class FileSource:
         return self._plans[key]
 
     def move(self, transfer: Transfer, piece: Piece) -> None:
-        buffer = transfer.slot.buffer[piece.place : piece.place + piece.length]
-        read_into(self._files[piece.file], buffer, piece.start, piece.needed)
+        file = self._files[piece.file]
+        read_into(file, transfer.slot.buffer[piece.place : piece.place + piece.length], piece.start, piece.needed)
+        if not file.direct and hasattr(os, "posix_fadvise"):  # or the next read would come from memory
+            os.posix_fadvise(file.fd, piece.start, piece.length, os.POSIX_FADV_DONTNEED)
 
     def finish(self, transfer: Transfer) -> None:
         """Bring together what the file keeps apart; most checkpoints need none of it."""

@@ -115,4 +115,3 @@ def union_size(routing: np.ndarray, num_experts: int) -> int:
     seen = np.zeros((len(routing), num_experts), dtype=bool)
     seen[np.arange(len(routing))[:, None], routing.reshape(len(routing), -1)] = True
     return int(seen.sum())
-

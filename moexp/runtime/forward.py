@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,6 +34,7 @@ from moexp.runtime.moe import (
     sigmoid_route,
 )
 from moexp.runtime.store import ExpertStore
+from moexp.target.draft_expert import DraftExperts
 from moexp.target.load import Target
 
 PREFILL = StepPath("prefill")
@@ -121,9 +123,7 @@ class Engine:
             MoexpError: longer than the target's context.
         """
         if capacity > self.spec.max_positions:
-            raise MoexpError(
-                f"prompt and answer need {capacity} positions", valid=f"up to {self.spec.max_positions}"
-            )
+            raise MoexpError(f"prompt and answer need {capacity} positions", valid=f"up to {self.spec.max_positions}")
         # Behind the last position a padded block must fit.
         needed = padded_length(capacity + max(self.block, self.prefill_rows), self.kv_multiple)
         if needed > self._capacity:
@@ -252,25 +252,37 @@ class Engine:
                     norm_1=self._norm(module.input_layernorm),
                     attend=attend,
                     norm_2=self._norm(module.post_attention_layernorm),
-                    moe=self._moe_layer(number, module.mlp, feed_forward, restructured) if is_moe else None,
+                    moe=self._moe_layer(number, module.mlp, feed_forward, restructured, pack) if is_moe else None,
                     dense=None if is_moe else feed_forward,
                 )
             )
 
     def _moe_layer(
-        self, number: int, module: nn.Module, shared: Callable[[Tensor], Tensor] | None, restructured: bool
+        self,
+        number: int,
+        module: nn.Module,
+        shared: Callable[[Tensor], Tensor] | None,
+        restructured: bool,
+        pack: bool,
     ) -> MoELayer:
         router = getattr(module, self.target.family.router)
         by_sigmoid = restructured and self.target.family.routing == "sigmoid" and can_route_by_sigmoid(router)
-        drafts = self.draft_experts
         return MoELayer(
             number,
             sigmoid_route(router) if by_sigmoid else module_route(router),
             shared,
             self.spec.num_experts,
             self._compute,
-            None if drafts is None else lambda x_TH: drafts.forward_layer(number, x_TH),
+            self._draft_expert(number, pack),
         )
+
+    def _draft_expert(self, layer: int, pack: bool) -> Callable[[Tensor], Tensor] | None:
+        drafts = self.draft_experts
+        if isinstance(drafts, DraftExperts):
+            weights: Any = drafts.experts[str(layer)]
+            down_HW = (weights.down.float() * weights.scale.float()).to(weights.down.dtype)
+            return SwiGLU(weights.gate_up, down_HW, rows=self.draft_rows, pack=pack)
+        return None if drafts is None else partial(drafts.forward_layer, layer)
 
     def _norm(self, module: Any) -> Callable[[Tensor], Tensor]:
         if not self._fused:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moexp.errors import MoexpError
+from moexp.runtime.dio import DirectFile, open_file, read_into
 from moexp.runtime.slots import Slot, map_huge
 from moexp.runtime.transfer import Plan, Transfer
 from moexp.target.experts import ExpertIndex, ExpertKey, ExpertWeights, iter_parts
@@ -26,7 +26,7 @@ def load_experts(index: ExpertIndex, dtype: torch.dtype | None = None) -> dict[E
     memory, first = map_huge(total * dtype.itemsize)
     elements = torch.frombuffer(memory, dtype=dtype)
     room = Slot(memoryview(memory), elements, first // dtype.itemsize)
-    descriptors = [os.open(path, os.O_RDONLY) for path in index.files]
+    files = [open_file(path, direct=False) for path in index.files]
     experts = {}
     used = 0
     try:
@@ -38,12 +38,11 @@ def load_experts(index: ExpertIndex, dtype: torch.dtype | None = None) -> dict[E
             targets = (*weights.gate_up.split(at.width), weights.down)
             for target, (part, _) in zip(targets, iter_parts(at), strict=True):
                 span = at.ranges[part.range]
-                where = str(index.files[span.file])
-                _read(descriptors[span.file], target, span.start + part.offset, index.dtype, where)
+                _read(files[span.file], target, span.start + part.offset, index.dtype)
             experts[key] = weights
     finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+        for file in files:
+            os.close(file.fd)
     return experts
 
 
@@ -88,18 +87,9 @@ def _bytes_of(tensor: Tensor) -> np.ndarray:
     return tensor.reshape(-1).view(torch.uint8).numpy()
 
 
-def _read(descriptor: int, target: Tensor, start: int, stored: torch.dtype, where: str) -> None:
+def _read(file: DirectFile, target: Tensor, start: int, stored: torch.dtype) -> None:
     same = target.dtype == stored
     landing = target if same else torch.empty(target.shape, dtype=stored)
-    memory = memoryview(_bytes_of(landing).data)
-    done = 0
-    try:
-        while done < len(memory):
-            got = os.preadv(descriptor, [memory[done:]], start + done)
-            if not got:
-                raise MoexpError(f"file ends before byte {start + len(memory)}", where=where)
-            done += got
-    except OSError as error:
-        raise MoexpError(f"cannot read at byte {start}: {error.strerror}", where=where) from error
+    read_into(file, memoryview(_bytes_of(landing).data), start, landing.nbytes)
     if not same:
         target.copy_(landing)

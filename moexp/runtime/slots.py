@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,7 +13,8 @@ from moexp.target.experts import ExpertWeights
 
 PAGE = 4096
 _HUGE_PAGE = 2 << 20
-_ARENA_BYTES = 64 << 20
+_ARENA_SLOTS = 64
+_ARENA_BYTES = 256 << 20
 
 
 def align_down(offset: int) -> int:
@@ -24,14 +26,18 @@ def align_up(offset: int) -> int:
 
 
 class Slot:
-    """Room for one expert: `buffer` to read into, `elements` (the whole arena in the experts' type) to view it."""
+    """Room for one expert: `buffer` to read into, `elements` (the whole arena in the experts' type) to view it.
 
-    __slots__ = ("buffer", "elements", "first")
+    `last_use`: in GPU memory, the event after which the slot may be overwritten.
+    """
+
+    __slots__ = ("buffer", "elements", "first", "last_use")
 
     def __init__(self, buffer: memoryview, elements: Tensor, first: int) -> None:
         self.buffer = buffer
         self.elements = elements
         self.first = first  # this slot's first element in `elements`
+        self.last_use: Any = None
 
     def weights(self, gate_up: int, down: int, width: int, hidden: int) -> ExpertWeights:
         """Views of an expert whose matrices start `gate_up` and `down` elements into the slot."""
@@ -40,6 +46,16 @@ class Slot:
             torch.as_strided(self.elements, (2 * width, hidden), (hidden, 1), self.first + gate_up),
             torch.as_strided(self.elements, (hidden, width), (width, 1), self.first + down),
         )
+
+
+class SlotPool(Protocol):
+    """Gives out slots and takes them back."""
+
+    allocated: int
+
+    def take(self) -> Slot: ...
+
+    def give(self, slot: Slot) -> None: ...
 
 
 class Slots:
@@ -72,7 +88,7 @@ class Slots:
         self._free.append(slot)
 
     def _grow(self) -> None:
-        count = max(1, _ARENA_BYTES // self.slot_bytes)
+        count = max(1, min(_ARENA_SLOTS, _ARENA_BYTES // self.slot_bytes))
         memory, first = map_huge(count * self.slot_bytes)
         elements = torch.frombuffer(memory, dtype=self.dtype)
         view = memoryview(memory)

@@ -6,7 +6,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import Protocol, Self
 
 import torch
@@ -18,7 +17,7 @@ from moexp.runtime.dio import FileSource
 from moexp.runtime.host import HostSource, load_experts
 from moexp.runtime.pacing import Pacer
 from moexp.runtime.residency import Entry, Residency
-from moexp.runtime.slots import Slots
+from moexp.runtime.slots import SlotPool, Slots
 from moexp.runtime.transfer import Source, Transfer, TransferPool, Transport
 from moexp.target.experts import ExpertIndex, ExpertKey, ExpertWeights
 
@@ -72,7 +71,11 @@ class ExpertStore(Protocol):
         """Unpin the ticket's experts; their tensors must not be used any more. Releasing twice does nothing."""
 
     def close(self) -> None:
-        """Stop reading and give the memory back. Closing twice does nothing."""
+        """Stop reading and give the memory back. Closing twice does nothing. A `with` block closes at its end."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
 
 
 class ResidentStore:
@@ -110,6 +113,12 @@ class ResidentStore:
     def close(self) -> None:
         pass
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
 
 class SlotStore:
     """Experts that come into slots from a slower place, by demand or prefetch.
@@ -124,6 +133,7 @@ class SlotStore:
         io_threads: pieces under way at once.
         pacer: emulates a slower link; its concurrency then takes the place of `io_threads`.
         prefetch_threads: of `io_threads`, how many may be busy with prefetches; None: all.
+        device: where the slots are; the source must be able to fill them there.
         poison: fill freed slots with NaN (for tests).
         transport: takes the thread pool's place (for tests).
 
@@ -142,6 +152,7 @@ class SlotStore:
         io_threads: int = 8,
         pacer: Pacer | None = None,
         prefetch_threads: int | None = None,
+        device: torch.device | str = "cpu",
         poison: bool = False,
         transport: Transport | None = None,
     ) -> None:
@@ -154,7 +165,7 @@ class SlotStore:
         self.counters = StoreCounters()
         self.expert_bytes = expert_bytes
         self.source = source
-        self._slots = Slots(source.slot_bytes, dtype, poison=poison)
+        self._slots = make_slots(source.slot_bytes, dtype, torch.device(device), poison)
         self.capacity = None if budget_bytes is None else budget_bytes // expert_bytes
         self._residency = Residency(policy, self.capacity, self.counters, self._free, self._cancel)
         self._transport = transport or TransferPool(source, io_threads, pacer, prefetch_threads)
@@ -193,6 +204,7 @@ class SlotStore:
         arrived = ticket.arrived
         while ticket.left:
             assert not ticket.released, "arrivals after release"
+            self._check_open()
             if not arrived:
                 self._wait(ticket)
             transfer = arrived.popleft()
@@ -222,9 +234,7 @@ class SlotStore:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _check_open(self) -> None:
@@ -243,7 +253,6 @@ class SlotStore:
         self._drain()
         if ticket.arrived:
             return
-        self._check_open()  # nothing lands any more
         begin_s = time.perf_counter()
         while not ticket.arrived:
             self._land(self._landed.get())
@@ -289,38 +298,47 @@ def open_store(
     pacer: Pacer | None = None,
     prefetch_threads: int | None = None,
     dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
     poison: bool = False,
 ) -> ExpertStore:
     """Open a store over a checkpoint's experts.
 
     Args:
         index: where the experts are.
-        kind: "resident" (all in memory, nothing moves), "host" (all in memory, copied into slots) or "disk".
-        policy: "none", "lru" or "lfu"; resident stores need none.
-        budget_bytes: memory for slots; None: no limit.
-        io_threads: reads under way at once.
-        pacer: emulate a slower link.
-        prefetch_threads: of `io_threads`, how many may be busy with prefetches; None: all.
+        kind: "resident" (all in the device's memory, nothing moves), "host" (all in host memory, copied into slots) or
+            "disk" (read into slots).
+        policy: "none", "lru" or "lfu"; a resident store needs none.
         dtype: of the weights served; by default as stored. The disk store converts nothing.
-        poison: fill freed slots with NaN (for tests).
+        device: where they are served; the disk store serves host memory only.
+        budget_bytes, io_threads, pacer, prefetch_threads, poison: as in `SlotStore`.
 
     Raises:
-        MoexpError: an unknown kind or policy, a budget below one expert, a dtype that cannot be served, or an
-            unreadable shard.
+        MoexpError: an unknown kind or policy, a budget below one expert, a dtype or device that the kind cannot
+            serve, or a shard that cannot be opened.
     """
     if kind not in STORE_KINDS:
         raise MoexpError(f"unknown store kind {kind!r}", where="store.kind", valid=", ".join(STORE_KINDS))
-    dtype = dtype or index.dtype
-    if kind == "resident":
-        return ResidentStore(load_experts(index, dtype))
     rule = make_policy(policy)
+    dtype, device = dtype or index.dtype, torch.device(device)
+    if kind == "disk" and (dtype != index.dtype or device.type != "cpu"):
+        wanted = f"experts on disk are {index.dtype} and go to host memory, not {dtype} on {device}"
+        raise MoexpError(wanted, where="store.kind", valid="host, resident")
+    if kind == "resident":
+        return ResidentStore(
+            {
+                key: ExpertWeights(expert.gate_up.to(device), expert.down.to(device))
+                for key, expert in load_experts(index, dtype).items()
+            }
+        )
     source: Source
-    if kind == "host":
-        source = HostSource(load_experts(index, dtype))
-    elif dtype == index.dtype:
+    if kind == "disk":
         source = FileSource(index, splits=1 if pacer else READ_SPLITS)
+    elif device.type == "cuda":
+        from moexp.runtime.cuda import PinnedSource
+
+        source = PinnedSource(load_experts(index, dtype), device)
     else:
-        raise MoexpError(f"experts on disk are {index.dtype}, not {dtype}", where="store.kind", valid="host, resident")
+        source = HostSource(load_experts(index, dtype))
     return SlotStore(
         source,
         rule,
@@ -330,5 +348,15 @@ def open_store(
         io_threads=io_threads,
         pacer=pacer,
         prefetch_threads=prefetch_threads,
+        device=device,
         poison=poison,
     )
+
+
+def make_slots(slot_bytes: int, dtype: torch.dtype, device: torch.device, poison: bool) -> SlotPool:
+    """Slots in the memory of `device`."""
+    if device.type == "cuda":
+        from moexp.runtime.cuda import CudaSlots
+
+        return CudaSlots(slot_bytes, dtype, device, poison=poison)
+    return Slots(slot_bytes, dtype, poison=poison)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,7 +73,7 @@ def calibrate(dense: LlamaForCausalLM, batches: Iterator[Tensor], layers: range)
     inputs: dict[int, list[Tensor]] = {layer: [] for layer in layers}
     activations: dict[int, list[Tensor]] = {layer: [] for layer in layers}
 
-    def keep(layer: int):  # noqa: ANN202 - a hook
+    def keep(layer: int) -> tuple[Callable[..., None], Callable[..., None]]:
         def hook(_module: torch.nn.Module, args: tuple[Tensor]) -> None:
             activations[layer].append(args[0].flatten(0, 1).bfloat16())
 
@@ -148,8 +149,9 @@ def fit_router(inputs_TH: Tensor, energy_TE: Tensor, ridge: float = 1e-2) -> Ten
 
 def carved_config(dense: LlamaForCausalLM, geometry: Geometry) -> Glm4MoeConfig:
     """The configuration of the carved model: the dense model's attention, GLM-4-MoE's experts and router."""
-    source = dense.config
-    return Glm4MoeConfig(
+    source: Any = dense.config
+    make: Any = Glm4MoeConfig  # its signature does not list what the base class takes
+    config: Glm4MoeConfig = make(
         vocab_size=source.vocab_size,
         hidden_size=source.hidden_size,
         intermediate_size=source.intermediate_size,
@@ -178,6 +180,7 @@ def carved_config(dense: LlamaForCausalLM, geometry: Geometry) -> Glm4MoeConfig:
         eos_token_id=source.eos_token_id,
         pad_token_id=source.pad_token_id,
     )
+    return config
 
 
 @torch.no_grad()

@@ -66,7 +66,5 @@ def family_of(model_type: str) -> Family:
         MoexpError: not a supported MoE family.
     """
     if model_type not in FAMILIES:
-        raise MoexpError(
-            f"model type {model_type!r} is not a supported MoE family", valid=", ".join(sorted(FAMILIES))
-        )
+        raise MoexpError(f"model type {model_type!r} is not a supported MoE family", valid=", ".join(sorted(FAMILIES)))
     return FAMILIES[model_type]

@@ -162,14 +162,10 @@ def _check_geometry(index: ExpertIndex, spec: MoESpec, folder: Path) -> None:
     missing = sorted(expected - set(index.keys))
     if missing:
         layer, expert = missing[0]
-        raise MoexpError(
-            f"expert {expert} of layer {layer} is missing, and {len(missing) - 1} more", where=str(folder)
-        )
+        raise MoexpError(f"expert {expert} of layer {layer} is missing, and {len(missing) - 1} more", where=str(folder))
 
 
-def _load_weights(
-    model: PreTrainedModel, folder: Path, index: ExpertIndex, dtype: torch.dtype, device: str
-) -> None:
+def _load_weights(model: PreTrainedModel, folder: Path, index: ExpertIndex, dtype: torch.dtype, device: str) -> None:
     """Read everything but the routed experts, and check that nothing is left on `meta` that should not be."""
     wanted = {name for name in model.state_dict() if ".mlp.experts." not in name}
     keep_fp32 = _fp32_pattern(model)
@@ -186,9 +182,7 @@ def _load_weights(
                     state[name] = tensor
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
-    absent = [
-        name for name, tensor in model.state_dict().items() if tensor.is_meta and ".mlp.experts." not in name
-    ]
+    absent = [name for name, tensor in model.state_dict().items() if tensor.is_meta and ".mlp.experts." not in name]
     if absent:
         raise MoexpError(
             f"tensor {absent[0]} is missing, and {len(absent) - 1} more", where=str(folder), valid="a whole checkpoint"

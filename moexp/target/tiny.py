@@ -39,7 +39,7 @@ def build_tiny_target(
     vocab: int = 256,
     model_type: str = "glm4_moe",
     dtype: torch.dtype = torch.float32,
-    expert_gain: float = 0.5,
+    expert_gain: float = 0.8,
     logit_gain: float = 4.0,
     max_shard_size: str = "50GB",
 ) -> Path:

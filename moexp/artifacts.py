@@ -1,0 +1,143 @@
+"""Where the artifacts of a recipe lie, and how to open them: target folder, draft experts, store, engine, methods.
+
+Stages meet only here, through folders: each can be run alone, and what is there already is used as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moexp.errors import MoexpError
+from moexp.recipe import Recipe
+from moexp.rundir import artifact_path, home
+from moexp.schema import DecodeSection, StoreSection
+
+if TYPE_CHECKING:
+    from moexp.runtime.decode import Method
+    from moexp.runtime.forward import Engine
+    from moexp.runtime.store import ExpertStore
+    from moexp.runtime.verify import Sampling
+    from moexp.target.draft_expert import DraftExperts
+    from moexp.target.load import Target
+
+EARLIEST_STAGE = {"carved": "moexp build-target", "tiny": "moexp build-target"}
+
+
+def target_folder(recipe: Recipe) -> Path:
+    """Where the recipe's built target lies (unpadded), whether it is there yet or not."""
+    return artifact_path("targets", recipe, "target", "seed")
+
+
+def padded_folder(recipe: Recipe) -> Path:
+    """Where the target to decode from lies: the padded copy where the recipe asks for one."""
+    folder, width = target_folder(recipe), recipe.target.pad_expert_width
+    return folder if width is None else folder.with_name(f"{folder.name}-pad{width}")
+
+
+def draft_folder(recipe: Recipe) -> Path:
+    """Where the recipe's draft experts lie."""
+    return artifact_path("drafts", recipe, "target", "draft", "seed")
+
+
+def source_cache() -> Path:
+    """Fetched files that targets are built from."""
+    return home() / "sources"
+
+
+def find_target(recipe: Recipe, *, padded: bool = False) -> Path:
+    """The checkpoint folder to open.
+
+    Raises:
+        MoexpError: not built yet, or (kind hub) not to be had.
+    """
+    if recipe.target.kind == "hub":
+        from moexp.target.hub_folder import hub_folder
+
+        assert recipe.target.path is not None
+        return hub_folder(recipe.target.path, recipe.target.revision)
+    folder = padded_folder(recipe) if padded else target_folder(recipe)
+    if not (folder / "config.json").exists():
+        raise MoexpError(
+            "the target is not built", where=str(folder), valid=f"run: moexp build-target --recipe {recipe.name}"
+        )
+    return folder
+
+
+def open_target(recipe: Recipe, *, padded: bool = False, dtype: str | None = None) -> Target:
+    """Loads everything but the routed experts of the recipe's target."""
+    import torch
+
+    from moexp.target.load import load_target
+
+    return load_target(find_target(recipe, padded=padded), dtype=getattr(torch, dtype or recipe.target.dtype))
+
+
+def open_draft_experts(recipe: Recipe, target: Target) -> DraftExperts:
+    """The recipe's draft experts, in the target's dtype.
+
+    Raises:
+        MoexpError: not trained yet, or trained for another target.
+    """
+    from moexp.target.draft_expert import HEADER, load_draft_experts
+    from moexp.target.load import target_identity
+
+    folder = draft_folder(recipe)
+    if not (folder / HEADER).exists():
+        raise MoexpError(
+            "the draft experts are not trained",
+            where=str(folder),
+            valid=f"run: moexp train-draft-expert --recipe {recipe.name}",
+        )
+    return load_draft_experts(folder, target_identity(target.folder), dtype=target.dtype)
+
+
+@contextmanager
+def opened_store(target: Target, section: StoreSection) -> Iterator[ExpertStore]:
+    """The store that a recipe's section describes, closed at the end."""
+    from moexp.runtime.pacing import Pacer
+    from moexp.runtime.store import open_store
+
+    pace = section.pace
+    pacer = None if pace is None else Pacer(pace.bandwidth_gb_s * 1e9, pace.latency_us * 1e-6, pace.concurrency)
+    store = open_store(
+        target.index,
+        section.kind,
+        policy=section.policy,
+        budget_bytes=None if section.budget_mib is None else int(section.budget_mib * 2**20),
+        io_threads=section.io_threads,
+        pacer=pacer,
+        dtype=target.dtype,
+    )
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+@contextmanager
+def opened_engine(
+    target: Target, section: StoreSection, draft_experts: DraftExperts | None = None
+) -> Iterator[Engine]:
+    """An engine over the target with a store of its own."""
+    from moexp.runtime.forward import Engine
+
+    with opened_store(target, section) as store:
+        yield Engine(target, store, draft_experts=draft_experts)
+
+
+def method_of(section: DecodeSection) -> Method:
+    """The decoding method that a recipe's section describes."""
+    from moexp.runtime.decode import Method
+
+    names = ("drafter", "r", "max_draft", "policy", "tau", "budget", "prefetch")
+    return Method(**{name: getattr(section, name) for name in names})
+
+
+def sampling_of(section: DecodeSection, seed: int) -> Sampling:
+    """The sampling that a recipe's section describes."""
+    from moexp.runtime.verify import Sampling
+
+    return Sampling(temperature=section.temperature, top_k=section.top_k, top_p=section.top_p, seed=seed)

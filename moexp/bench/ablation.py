@@ -1,0 +1,154 @@
+"""Table 5: what each term of the training objective adds, from short trainings that differ in nothing else.
+
+All rows share the residual warm-up (stage one), then take `draft.ablation_steps` end-to-end steps with the losses of
+their row. Their checkpoints are artifacts: a row that is trained is not trained again.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moexp.artifacts import draft_folder, method_of, opened_store, sampling_of
+from moexp.bench.draftexpert_data import LOSSES
+from moexp.bench.runner import PromptEngine, begin_run, is_complete, make_jobs, run_methods, select_prompts
+from moexp.learn.distill import distill
+from moexp.learn.draft_path import DraftPath
+from moexp.learn.train_draft import Bench, fit, measure, open_bench, settings_of
+from moexp.progress import note_of, stage
+from moexp.recipe import Recipe
+from moexp.rundir import artifact_path
+from moexp.schema import DraftSection, StoreSection
+from moexp.target.draft_expert import HEADER, DraftExperts, load_draft_experts, read_header, save_draft_experts
+from moexp.target.load import Target, target_identity
+
+TERMS = ("residual", "logit", "token", "router")
+TERMS_OF = {LOSSES[1]: TERMS[:1], LOSSES[2]: TERMS[:3], LOSSES[3]: TERMS}
+
+
+def with_terms(section: DraftSection, terms: tuple[str, ...]) -> DraftSection:
+    """The section with `ablation_steps` end-to-end steps and only these losses, at the recipe's weights.
+
+    The time cap shrinks with the steps, so that it bites where it would bite in the recipe's own training.
+    """
+    losses = {name: getattr(section, name).model_copy(update={"enabled": name in terms}) for name in TERMS}
+    cap = section.max_minutes
+    if cap is not None:
+        cap *= (section.warmup_steps + section.ablation_steps) / max(1, section.warmup_steps + section.steps)
+    return section.model_copy(update={**losses, "steps": section.ablation_steps, "max_minutes": cap})
+
+
+def ablation_folder(recipe: Recipe, loss: str) -> Path:
+    """Where the checkpoint of a row lies."""
+    name = loss.removeprefix("+ ").replace("/", "-")
+    return artifact_path("ablations", recipe, "target", "draft", "seed") / f"{LOSSES.index(loss)}-{name}"
+
+
+def train_rows(recipe: Recipe, target: Path, provenance: dict[str, Any]) -> list[dict[str, Any]]:
+    """Trains and measures what is missing of table 5's rows; returns {loss, steps, metrics} of all four."""
+    identity = target_identity(target)
+    bench: Bench | None = None
+    warm: DraftExperts | None = None
+    rows = [{"loss": LOSSES[0], "steps": None, "metrics": _untrained(recipe, identity)}]
+    for loss, terms in TERMS_OF.items():
+        folder = ablation_folder(recipe, loss)
+        if not _is_for(folder, identity):
+            section = with_terms(recipe.draft, terms)
+            if bench is None:
+                bench = open_bench(recipe, target, draft_folder(recipe).with_name(f"{draft_folder(recipe).name}.work"))
+            if warm is None:
+                only_warm_up = section.model_copy(update={"steps": 0})
+                warm = fit(bench, only_warm_up, settings_of(only_warm_up, recipe.seed), label="Table 5")
+            experts = copy.deepcopy(warm)
+            metrics = _train_row(bench, section, experts, recipe.seed, loss)
+            details = {"loss": loss, "steps": section.steps, "metrics": metrics, "provenance": provenance}
+            save_draft_experts(folder, experts.to(torch.bfloat16), identity, details)
+        header = read_header(folder)
+        rows.append({"loss": loss, "steps": header["steps"], "metrics": header["metrics"]})
+    if rows[0]["metrics"] is None:  # draft experts from elsewhere, without figures of what they were compared with
+        bench = bench or open_bench(recipe, target, draft_folder(recipe).with_name(f"{draft_folder(recipe).name}.work"))
+        rows[0]["metrics"] = measure(bench, None)
+    return rows
+
+
+def run_ablation(recipe: Recipe, target: Target, place: Path, threads: int, on_measure: Callable[[], None]) -> None:
+    """Trains the rows, decodes a little with each for its prefetch hits, and keeps both in `place`.
+
+    Args:
+        target: unpadded.
+        on_measure: called if there is anything to decode, before it.
+    """
+    from moexp.provenance import collect_provenance
+
+    rows = train_rows(recipe, target.folder, collect_provenance(recipe.seed))
+    bench = recipe.bench
+    jobs = make_jobs(
+        select_prompts(bench.workloads, min(bench.paced_prompts, bench.prompts_per_workload)), target.tokenizer
+    )
+    base = dataclasses.replace(method_of(recipe.decode), r=1, prefetch=True)
+    methods = [
+        dataclasses.replace(base, drafter="top-r" if loss == LOSSES[0] else "draft-expert", name=loss)
+        for loss in LOSSES
+    ]
+    tokens = min(bench.max_new_tokens, bench.paced_new_tokens)
+    settings = {
+        "tag": "measured",
+        "target": target.fingerprint,
+        "expert_width": target.spec.expert_width,
+        "rows": rows,
+        "prompts": [job.id for job in jobs],
+        "methods": [dataclasses.asdict(method) for method in methods],
+        "max_new_tokens": tokens,
+        "temperature": recipe.decode.temperature,
+        "threads": threads,
+    }
+    done = begin_run(place, settings)
+    if is_complete(done, jobs, methods):
+        return
+    on_measure()
+    section = StoreSection(kind="host", policy="none", io_threads=recipe.store.io_threads)
+    with opened_store(target, section) as store:
+        for method in methods:
+            experts = None
+            if method.name != LOSSES[0]:
+                experts = load_draft_experts(
+                    ablation_folder(recipe, method.name), target_identity(target.folder), dtype=target.dtype
+                )
+            run_methods(
+                PromptEngine(target, store, draft_experts=experts),
+                jobs,
+                [method],
+                sampling_of(recipe.decode, recipe.seed),
+                folder=place,
+                done=done,
+                max_new_tokens=tokens,
+                stop_ids=target.stop_ids,
+                title=f"Prefetch hits, {method.name}",
+            )
+
+
+def _train_row(bench: Bench, section: DraftSection, experts: DraftExperts, seed: int, loss: str) -> dict[str, Any]:
+    path = DraftPath(bench.model, experts)
+    settings = settings_of(section, seed)
+    with stage(f"Table 5, {loss}", settings.main.steps) as advance:
+        distill(path, bench.train_NL, settings, on_step=lambda step, found: advance(step, note_of(found, "kl")))
+    with stage(f"Table 5, {loss}, measure", None):
+        return measure(bench, experts)
+
+
+def _untrained(recipe: Recipe, identity: str) -> dict[str, Any] | None:
+    """What shared + top-1 reached when the recipe's draft experts were measured; None if that is not kept."""
+    folder = draft_folder(recipe)
+    if not _is_for(folder, identity):
+        return None
+    found = (read_header(folder).get("metrics") or {}).get("top-1")
+    return found if isinstance(found, dict) else None
+
+
+def _is_for(folder: Path, identity: str) -> bool:
+    return (folder / HEADER).exists() and read_header(folder)["target"] == identity

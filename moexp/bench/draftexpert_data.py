@@ -1,0 +1,130 @@
+"""What a bench run folder holds, read for DraftExpert's tables, and what their rows have in common. Imports no torch.
+
+Intervals are 95% bootstrap intervals over prompts; where two methods are compared, a prompt's two arms are drawn together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moexp import metrics
+from moexp.metrics import Interval, Ratio
+from moexp.papers import Paper
+from moexp.report import PAPER, Arm, Measured, Table, View, load_measured, read_json, text
+
+AR, FIXED, TRUNCATED, FULL = "ar", "draft-expert fixed", "draft-expert confidence-expansion", "draft-expert full"
+TOP_R = {1: "top-1", 2: "top-2", 3: "top-3"}
+TOP_1_FULL = "top-1 full"
+METHODS = (AR, *TOP_R.values(), TOP_1_FULL, FIXED, TRUNCATED, FULL)
+"""Labels in the records, in the order of the tables."""
+
+DRAFT_TOKENS = 4  # K of table 3
+RESIDENT, ABLATION, DRAFT_METRICS, TARGET = "resident", "ablation", "draft_metrics.json", "target.json"
+LOSSES = ("top-1 (untrained)", "+ residual", "+ logit/token", "+ router")
+
+Arms = Mapping[int, Arm]
+Of = Callable[[Arm], Ratio]
+
+SHORT = {FIXED: "- fixed K", TRUNCATED: "- no prefetch", FULL: "draft-expert", TOP_1_FULL: "top-1 as ours"}
+
+
+@dataclass
+class Run:
+    """A bench run folder, read.
+
+    Attributes:
+        target: name and geometry of what was decoded.
+        platforms: what was measured with time, in the recipe's order.
+        resident: what was counted with every expert in memory.
+        ablation: table 5's decoding; its settings hold what the rows reached on held-out text.
+        draft: the trained draft experts' metrics on held-out text.
+        samples: of the bootstrap.
+    """
+
+    target: dict[str, Any]
+    platforms: list[Measured] = field(default_factory=list)
+    resident: Measured | None = None
+    ablation: Measured | None = None
+    draft: dict[str, Any] = field(default_factory=dict)
+    samples: int = 2000
+
+    def over(self, arms: Iterable[Arm], of: Of) -> Interval:
+        """A ratio, pooled over prompts."""
+        return metrics.bootstrap([of(arm) for arm in arms], samples=self.samples)
+
+    def against(self, arms: Arms, of: Of, base: Arms, of_base: Of) -> Interval:
+        """A quotient of two methods over the prompts that both decoded."""
+        both = [request for request in arms if request in base]
+        pairs = [(of(arms[request]), of_base(base[request])) for request in both]
+        return metrics.bootstrap_quotient(pairs, samples=self.samples)
+
+
+def load_run(folder: Path, samples: int = 2000) -> Run:
+    """Reads a run folder; what is not measured yet is left out."""
+    target = read_json(folder / TARGET) or {}
+    names = target.get("platforms", [])
+    found = [load_measured(folder / name) for name in names]
+    return Run(
+        target=target,
+        platforms=[platform for platform in found if platform is not None],
+        resident=load_measured(folder / RESIDENT),
+        ablation=load_measured(folder / ABLATION),
+        draft=(read_json(folder / DRAFT_METRICS) or {}).get("metrics", {}),
+        samples=samples,
+    )
+
+
+# --- what rows share ---
+
+
+def with_ends(*names: str) -> list[str]:
+    return [f"{name}{end}" for name in names for end in ("", "_lo", "_hi")]
+
+
+def rate(arm: Arm) -> Ratio:
+    return metrics.tokens_per_s([arm.request])
+
+
+def present(platform: Measured) -> list[str]:
+    """Methods that were run, in the tables' order."""
+    return sorted(platform.arms, key=lambda name: (METHODS.index(name) if name in METHODS else len(METHODS), name))
+
+
+def settings_text(platform: Measured, method: str) -> str | None:
+    """A method's parameters, in short."""
+    known = {kept["name"]: kept for kept in platform.settings.get("methods", [])}.get(method)
+    if known is None or known["drafter"] == "ar":
+        return None
+    parts = [f"K={known['max_draft']}"]
+    if known["policy"] != "fixed":
+        parts.append(f"tau={known['tau']:g}")
+        if known["policy"] == "confidence-expansion":
+            parts.append(f"B={known['budget']}")
+    return " ".join([*parts, *(["prefetch"] if known["prefetch"] else [])])
+
+
+def add_paper(table: Table, paper: Paper, **more: str) -> None:
+    for row in paper.table(table.number).rows:
+        table.rows.append({**more, **row, "tag": PAPER})
+
+
+def paper_view(table: Table, header: list[str], keys: list[str]) -> View:
+    rows = [row for row in table.rows if row["tag"] == PAPER]
+    return View("Paper", header, [[text(row.get(key)) for key in keys] for row in rows])
+
+
+def say_missing(table: Table, sources: list[Measured]) -> None:
+    if not sources:
+        table.notes.append(f"Not measured yet: run `moexp bench --table {table.number}`.")
+
+
+def acceptance_ctx(run: Run, measured: Mapping[str, Any] | None) -> Interval | None:
+    if not measured:
+        return None
+    rows = [Ratio(value, 1) for value in measured.get("per_row", ())]
+    if not rows:
+        return Interval(measured.get("acceptance"), None, None, 0)
+    return metrics.bootstrap(rows, samples=run.samples)

@@ -1,0 +1,292 @@
+"""DraftExpert's tables 2 and 4 from raw records: throughput with its byte bound, and the cost of verification."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+from moexp import metrics
+from moexp.bench.draftexpert_data import (
+    AR,
+    FIXED,
+    FULL,
+    SHORT,
+    TOP_1_FULL,
+    TRUNCATED,
+    Arms,
+    Run,
+    add_paper,
+    paper_view,
+    present,
+    rate,
+    say_missing,
+    settings_text,
+    with_ends,
+)
+from moexp.metrics import Interval, Ratio
+from moexp.papers import Paper
+from moexp.report import Arm, Measured, Row, Table, View, put, text, text_of
+
+
+def table_2(run: Run, paper: Paper) -> Table:
+    """Decode throughput: AR, the best of top-r, and the full method, by workload; with bytes and their bound."""
+    table = Table(
+        2,
+        paper.table(2).title,
+        ["target", "platform", "method", "workload", "settings", "tag", "output", "identical", "prompts"]
+        + with_ends("tokens_per_s", "speedup", "alpha", "bytes_per_token", "byte_bound")
+        + ["byte_bound_share", "ar_bound_share"],
+    )
+    for platform in run.platforms:
+        _table_2_platform(table, run, platform)
+    add_paper(table, paper, workload="mean")
+    header = ["target", "platform", "method", "tokens/s", "speedup"]
+    table.views.append(paper_view(table, header, ["target", "platform", "method", "tokens_per_s", "speedup"]))
+    say_missing(table, run.platforms)
+    table.notes += [
+        "`mean` pools all prompts of all workloads: tokens (counted by ids) over seconds. Prefill is not in it. "
+        "Intervals are 95% bootstrap intervals over prompts, a prompt's arms drawn together.",
+        "`top-r` is the best of all top-r methods that ran: r = 1, 2, 3 with K = 4 (no truncation, no prefetch), and "
+        f"`{TOP_1_FULL}`: shared + top-1 with the very truncation and prefetch of the full method, untrained.",
+        "Byte bound: alpha k / E, the speedup if loading the verified block's experts were all that costs; E is "
+        "`unique_verify` over MoE layers. Loads for drafting and wasted prefetches count against the method.",
+        "`output` is exact where every prompt's token ids equal those of AR in the same run (T = 0).",
+    ]
+    return table
+
+
+def _table_2_platform(table: Table, run: Run, platform: Measured) -> None:
+    table.sources.append(platform)
+    ar = platform.arms.get(AR, {})
+    top_k = run.target["top_k"]
+    workloads = list(dict.fromkeys(arm.request.workload for arms in platform.arms.values() for arm in arms.values()))
+    by_method: dict[str, dict[str, Row]] = {}
+    for method in present(platform):
+        arms = platform.arms[method]
+        rows = by_method[method] = {}
+        for workload in [*workloads, "mean"]:
+            mine = {n: arm for n, arm in arms.items() if workload in (arm.request.workload, "mean")}
+            rows[workload] = _throughput_row(run, platform, method, workload, mine, ar, top_k)
+        if method == AR:
+            rows["mean"]["ar_bound_share"] = _ar_bound(platform)[0]
+    best = max(
+        (m for m in by_method if m.startswith("top-")),
+        key=lambda m: by_method[m]["mean"]["tokens_per_s"] or 0.0,
+        default=None,
+    )
+    for method, rows in by_method.items():
+        table.rows += rows.values()
+    if best is not None:
+        table.rows += [
+            {**row, "method": "top-r", "settings": f"{best}: {row['settings']}"} for row in by_method[best].values()
+        ]
+    shown = {method: by_method[method]["mean"] for method in by_method}
+    table.views += [
+        View(
+            f"{platform.name} ({platform.tag}), mean of the workloads" + (f"; best top-r: {best}" if best else ""),
+            ["method", "tokens/s", "speedup", "alpha", "output"],
+            [
+                [
+                    SHORT.get(m, m),
+                    text_of(r, "tokens_per_s"),
+                    text_of(r, "speedup"),
+                    text(r["alpha"]),
+                    text(r["output"]),
+                ]
+                for m, r in shown.items()
+            ],
+        ),
+        View(
+            f"{platform.name} ({platform.tag}), bytes",
+            ["method", "MB/token", "alpha k/E", "speedup", "share of bound"],
+            [
+                [
+                    SHORT.get(m, m),
+                    text(None if r["bytes_per_token"] is None else float(r["bytes_per_token"]) / 1e6, 1),
+                    text_of(r, "byte_bound"),
+                    text(r["speedup"]),
+                    text(r["byte_bound_share"]),
+                ]
+                for m, r in shown.items()
+            ],
+        ),
+        View(
+            f"{platform.name} ({platform.tag}), speedup by workload",
+            ["method", *workloads],
+            [[SHORT.get(m, m), *(text(by_method[m][w]["speedup"]) for w in workloads)] for m in shown if m != AR],
+        ),
+    ]
+    table.notes += _platform_notes(platform)
+    full = [by_method[FULL][w]["speedup"] for w in workloads] if FULL in by_method else []
+    speedups = [value for value in full if isinstance(value, float)]
+    if speedups:
+        table.notes.append(
+            f"{platform.name}: the arithmetic mean of the full method's speedups on the {len(speedups)} workloads is "
+            f"{statistics.mean(speedups):.2f}."
+        )
+
+
+def _throughput_row(run: Run, platform: Measured, method: str, workload: str, arms: Arms, ar: Arms, top_k: int) -> Row:
+    def bound(arm: Arm) -> Ratio:
+        alpha, layers = metrics.alpha(arm.steps), metrics.experts_per_layer(arm.steps)
+        # alpha k / E with both means kept as sums: emitted k over the cycles' unions a layer.
+        return Ratio(alpha.num * top_k, layers.num / (layers.den / alpha.den)) if layers.den else Ratio()
+
+    row: Row = {
+        "target": run.target["name"],
+        "platform": platform.name,
+        "method": "draft-expert" if method == FULL else method,
+        "workload": workload,
+        "settings": settings_text(platform, method),
+        "tag": platform.tag,
+        "prompts": len(arms),
+    }
+    row |= _sameness(platform, arms, ar)
+    put(row, "tokens_per_s", run.over(arms.values(), rate))
+    put(row, "speedup", run.against(arms, rate, ar, rate) if method != AR else None)
+    put(row, "alpha", run.over(arms.values(), lambda arm: metrics.alpha(arm.steps)))
+    put(row, "bytes_per_token", run.over(arms.values(), lambda arm: metrics.bytes_per_token(arm.steps)))
+    put(row, "byte_bound", run.over(arms.values(), bound) if method != AR else None)
+    speedup, limit = row["speedup"], row["byte_bound"]
+    row["byte_bound_share"] = speedup / limit if isinstance(speedup, float) and isinstance(limit, float) else None
+    return row
+
+
+def _sameness(platform: Measured, arms: Arms, ar: Arms) -> Row:
+    """Whether the ids are those of AR. When sampling, methods draw different texts of one distribution."""
+    if platform.settings.get("temperature"):
+        return {"output": "exact in distribution", "identical": None}
+    both = [request for request in arms if request in ar]
+    same = sum(arms[request].request.tokens == ar[request].request.tokens for request in both)
+    if not both:
+        return {"output": None, "identical": None}
+    return {"output": "exact" if same == len(both) else "lossy", "identical": f"{same}/{len(both)}"}
+
+
+def _ar_bound(platform: Measured) -> tuple[float | None, str]:
+    """Share of AR's bound (bytes over the probed bandwidth, plus resident compute) that it reached, and in words."""
+    steps = [step for arm in platform.arms.get(AR, {}).values() for step in arm.steps]
+    took, moved = metrics.token_time(steps).value, metrics.bytes_per_token(steps).value
+    samples, compute_s = platform.probe.get("bandwidth_bytes_s"), platform.probe.get("compute_s")
+    if not took or not moved or not samples or compute_s is None:
+        return None, ""
+    bandwidth = statistics.median(samples)
+    share = (moved / bandwidth + compute_s) / took
+    words = (
+        f"{platform.name}: AR takes {1000 * took:.1f} ms a token; it moves {moved / 1e6:.1f} MB a token, which at "
+        f"{bandwidth / 1e9:.2f} GB/s takes {1000 * moved / bandwidth:.1f} ms, and computes for {1000 * compute_s:.1f} ms "
+        f"(one-token step with every expert resident). That is {share:.2f} of the bound that the two, one after the other, "
+        "set (above 1: they overlap)"
+    )
+    return share, words
+
+
+def _platform_notes(platform: Measured) -> list[str]:
+    probe = platform.probe
+    notes = []
+    _, words = _ar_bound(platform)
+    if words:
+        how = ""
+        if "read_bytes" in probe:
+            how = (
+                f". The bandwidth is the median of {len(probe['bandwidth_bytes_s'])} O_DIRECT probes taken between the "
+                f"prompts of this run, {probe['read_bytes'] / 1e6:.2f} MB a read, {probe['threads']} threads"
+            )
+        notes.append(words + how + ".")
+    if probe.get("direct") is False:
+        notes.append(f"{platform.name}: O_DIRECT was refused, so reads went through the page cache.")
+    if "derivation" in probe:
+        notes.append(
+            f"{platform.name} is emulated: experts in host memory behind a link of "
+            f"{probe['bandwidth_bytes_s'][0] / 1e9:.3f} GB/s = {probe['ar_bytes_per_token'] / 1e6:.2f} MB / "
+            f"({probe['ratio']:.2f} x {1000 * probe['compute_s']:.2f} ms). {probe['derivation']}."
+        )
+    return notes
+
+
+def table_4(run: Run, paper: Paper) -> Table:
+    """Verification cost over a one-token AR step, by truncation and prefetch."""
+    table = Table(
+        4,
+        paper.table(4).title,
+        ["target", "platform", "policy", "settings", "tag", "prompts"]
+        + with_ends("verify_cost", "prefetch_hit", "prefetch_waste", "stall_s", "cycle_cost", "alpha")
+        + ["prefetch_cancelled"],
+    )
+    policies = {
+        "ar": AR,
+        "fixed": FIXED,
+        "confidence-expansion": TRUNCATED,
+        "confidence-expansion+prefetch": FULL,
+    }
+    for platform in run.platforms:
+        rows = [
+            _verify_row(run, platform, policy, method) for policy, method in policies.items() if method in platform.arms
+        ]
+        table.rows += rows
+        table.sources.append(platform)
+        short = {"confidence-expansion": "conf+exp", "confidence-expansion+prefetch": "conf+exp+prefetch"}
+        table.views.append(
+            View(
+                f"{platform.name} ({platform.tag})",
+                ["policy", "verify_cost", "hit", "waste", "stall ms/token", "cycle_cost"],
+                [
+                    [
+                        short.get(str(row["policy"]), str(row["policy"])),
+                        text_of(row, "verify_cost"),
+                        text(row["prefetch_hit"]),
+                        text(row["prefetch_waste"]),
+                        text(None if row["stall_s"] is None else 1000 * float(row["stall_s"]), 1),
+                        text(row["cycle_cost"]),
+                    ]
+                    for row in rows
+                ],
+            )
+        )
+    add_paper(table, paper)
+    keys = ["target", "platform", "policy", "verify_cost", "prefetch_hit", "prefetch_waste"]
+    header = ["target", "platform", "policy", "cost", "hit", "waste"]
+    table.views.append(paper_view(table, header, keys))
+    say_missing(table, run.platforms)
+    table.notes += [
+        "`verify_cost` is the time of verifying a block over that of a one-token AR step, same store, same run.",
+        "Experts that are prefetched while drafting are not loaded by the verifier any more: prefetching moves cost out of "
+        "verification, and what arrives late or in vain moves some of it into drafting. `cycle_cost` is the whole cycle, "
+        "drafting included, over the same AR step, and `stall_s` (a token emitted) counts all waiting for experts.",
+        "`prefetch_hit` is used / prefetched and `prefetch_waste` 1 - hit; of the prefetched, `prefetch_cancelled` were "
+        "dropped before their read began and cost no bytes.",
+        "The rows differ in the policy only from `confidence-expansion` on: `fixed` has the paper's K = 4 (see `settings`).",
+    ]
+    return table
+
+
+def _verify_row(run: Run, platform: Measured, policy: str, method: str) -> Row:
+    arms, ar = platform.arms[method], platform.arms.get(AR, {})
+    row: Row = {
+        "target": run.target["name"], "platform": platform.name, "policy": policy,
+        "settings": settings_text(platform, method), "tag": platform.tag, "prompts": len(arms),
+    }  # fmt: skip
+
+    def over(of: Callable[[list[Any]], Ratio]) -> Interval:
+        return run.over(arms.values(), lambda arm: of(arm.steps))
+
+    def token_s(arm: Arm) -> Ratio:
+        return metrics.token_time(arm.steps)
+
+    def cycle_s(arm: Arm) -> Ratio:
+        return metrics.pooled(Ratio(step.cycle_s, 1) for step in arm.steps)
+
+    put(row, "verify_cost", run.against(arms, lambda arm: metrics.verify_time(arm.steps), ar, token_s))
+    put(row, "prefetch_hit", over(metrics.prefetch_hit))
+    put(row, "prefetch_waste", over(metrics.prefetch_waste))
+    put(row, "stall_s", over(metrics.stall_per_token))
+    put(row, "cycle_cost", run.against(arms, cycle_s, ar, token_s))
+    put(row, "alpha", over(metrics.alpha))
+    row["prefetch_cancelled"] = metrics.pooled(
+        Ratio(step.store["cancelled"], step.store["prefetched"])
+        for arm in arms.values()
+        for step in arm.steps
+        if "cancelled" in step.store and "prefetched" in step.store
+    ).value
+    return row

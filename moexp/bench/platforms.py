@@ -1,0 +1,202 @@
+"""Platforms that tables are measured on: where the experts are, how fast they arrive, and what a step costs without them.
+
+`local-disk` reads real bytes from a real disk (measured). `paced-cg` and `paced-mn` hold the experts in host memory and
+slow the transfers down to the load-to-compute ratio L/c of the DraftExpert paper's platforms (emulated): c is what a
+one-token AR step costs here with every expert resident, L = ratio x c is what bringing in its experts is to cost, so the
+link carries (bytes of an AR step) / L. Speedups depend on the ratio, not on either time alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from moexp.artifacts import opened_store
+from moexp.bench.runner import Job, PromptEngine
+from moexp.errors import MoexpError
+from moexp.papers import load_paper
+from moexp.runtime.decode import Method, decode_all
+from moexp.runtime.dio import probe_bandwidth
+from moexp.runtime.store import READ_SPLITS
+from moexp.runtime.verify import Sampling
+from moexp.schema import PaceSection, StoreSection
+from moexp.target.load import Target
+
+PROBE_BYTES = 64 << 20
+COMPUTE_TOKENS = 16
+SKIPPED_STEPS = 4  # of a fresh engine: first touch of its memory
+
+
+@dataclass(frozen=True)
+class LoadRatio:
+    """L/c of a one-token AR step on a paper's platform, and how it follows from what the paper reports."""
+
+    value: float
+    derivation: str
+
+
+@dataclass(frozen=True)
+class Platform:
+    """One platform.
+
+    Attributes:
+        name: its key.
+        tag: how figures from it are tagged.
+        kind: of store.
+        padded: whether experts are padded as the recipe asks.
+        ratio: L/c to emulate; None: nothing is slowed down.
+        concurrency: transfers under way on the emulated link. A demand queues behind at most so many prefetches; short
+            transfers need several, for the clock's wake-ups to be smaller than a transfer.
+    """
+
+    name: str
+    tag: Literal["measured", "emulated"]
+    kind: Literal["resident", "host", "disk"]
+    padded: bool = False
+    ratio: LoadRatio | None = None
+    concurrency: int = 1
+
+    @property
+    def paced(self) -> bool:
+        return self.ratio is not None
+
+
+def ratio_from_draft_speedup(speedup: float, top_k: int) -> float:
+    """L/c for which a top-1 draft step is `speedup` times as fast as a step of all `top_k`: (c + L)/(c + L/k)."""
+    return (speedup - 1) / (1 - speedup / top_k)
+
+
+def cg_ratio() -> LoadRatio:
+    """CPU to GPU, from DraftExpert's figure 2."""
+    speed = {row["drafter"]: row["draft_speedup"] for row in load_paper("draftexpert").figures[2]["rows"]}
+    top_k = 6
+    value = ratio_from_draft_speedup(speed["top-1"], top_k)
+    others = {r: (1 + value) / (1 + value * r / top_k) for r in (2, 3)}
+    return LoadRatio(
+        value,
+        f"L/c = {value:.2f} solves (c + L) / (c + L/6) = {speed['top-1']}, the speed of top-1 drafting over the target "
+        f"(DraftExpert, Figure 2); it predicts {others[2]:.2f} and {others[3]:.2f} for r = 2, 3 "
+        f"(reported {speed['top-2']} and {speed['top-3']})",
+    )
+
+
+def mn_ratio() -> LoadRatio:
+    """Flash to mobile NPU, from DraftExpert's table 1."""
+    rows = load_paper("draftexpert").table(1).rows
+    (row,) = [row for row in rows if row["platform"] == "MN"]
+    staged, resident = row["ar_tps_flash_staged"], row["ar_tps_resident_reference"]
+    value = resident / staged - 1
+    return LoadRatio(
+        value,
+        f"L/c = {resident} / {staged} - 1 = {value:.2f}: resident against flash-staged AR tokens/s (DraftExpert, "
+        "Table 1), so L is what loading adds there beyond any overlap",
+    )
+
+
+def _platforms() -> dict[str, Platform]:
+    return {
+        "local-disk": Platform("local-disk", "measured", "disk", padded=True),
+        "host": Platform("host", "measured", "host"),
+        "paced-cg": Platform("paced-cg", "emulated", "host", ratio=cg_ratio(), concurrency=2),
+        "paced-mn": Platform("paced-mn", "emulated", "host", ratio=mn_ratio(), concurrency=8),
+    }
+
+
+def find_platform(name: str) -> Platform:
+    """The platform of that name.
+
+    Raises:
+        MoexpError: there is none.
+    """
+    platforms = _platforms()
+    if name not in platforms:
+        raise MoexpError(f"unknown platform {name!r}", where="bench.platforms", valid=", ".join(platforms))
+    return platforms[name]
+
+
+def store_section(platform: Platform, base: StoreSection, bandwidth_bytes_s: float | None = None) -> StoreSection:
+    """The platform's store: cold (nothing stays from one cycle to the next), paced where the platform is.
+
+    Args:
+        base: the recipe's, for its number of threads.
+        bandwidth_bytes_s: of the emulated link.
+    """
+    pace = None
+    if platform.paced:
+        assert bandwidth_bytes_s is not None
+        pace = PaceSection(bandwidth_gb_s=bandwidth_bytes_s / 1e9, concurrency=platform.concurrency)
+    return StoreSection(kind=platform.kind, policy="none", io_threads=base.io_threads, pace=pace)
+
+
+def probe(platform: Platform, target: Target, base: StoreSection, jobs: Sequence[Job]) -> dict[str, Any]:
+    """What a step costs without loading, and what the link carries; plain JSON.
+
+    `compute_s` is the median one-token AR step with all experts resident (None where they do not fit in memory).
+    On disk, `bandwidth_bytes_s` is to list O_DIRECT samples at the store's own read size and concurrency; a paced
+    platform has its derived link there instead.
+
+    Raises:
+        MoexpError: a paced platform whose experts do not fit in memory.
+    """
+    spec, index = target.spec, target.index
+    expert_bytes = index.expert_bytes * target.dtype.itemsize // index.dtype.itemsize
+    found: dict[str, Any] = {
+        "platform": platform.name,
+        "expert_bytes": expert_bytes,
+        "experts_per_token": spec.experts_per_token,
+        "ar_bytes_per_token": expert_bytes * spec.experts_per_token,
+        "compute_s": None,
+    }
+    fits = 2 * expert_bytes * spec.num_layer_experts < _available_bytes()
+    if fits:
+        found["compute_s"] = measure_compute(target, jobs[0])
+    if platform.kind == "disk":
+        # Samples are taken while the methods run (`sample_bandwidth`): a disk's speed drifts as theirs does.
+        found |= {"read_bytes": expert_bytes // READ_SPLITS, "threads": base.io_threads, "bandwidth_bytes_s": []}
+    if platform.ratio is not None:
+        if not fits:
+            raise MoexpError(
+                "the experts do not fit in memory twice", where=platform.name, valid="a platform that is not paced"
+            )
+        load_s = platform.ratio.value * found["compute_s"]
+        found |= {
+            "ratio": platform.ratio.value,
+            "derivation": platform.ratio.derivation,
+            "load_s": load_s,
+            "bandwidth_bytes_s": [found["ar_bytes_per_token"] / load_s],
+        }
+    return found
+
+
+def sample_bandwidth(target: Target, probed: dict[str, Any], seed: int) -> float:
+    """One short O_DIRECT sample at the read size and concurrency of `probed`."""
+    paths, threads = target.index.files, probed["threads"]
+    total = min(PROBE_BYTES, sum(path.stat().st_size for path in paths))
+    return probe_bandwidth(paths, probed["read_bytes"], threads=threads, total_bytes=total, seed=seed)
+
+
+def measure_compute(target: Target, job: Job) -> float:
+    """Seconds of a one-token AR step with every expert resident: the median over a short answer."""
+    with opened_store(target, StoreSection(kind="resident")) as store:
+        engine = PromptEngine(target, store)
+        tokens = COMPUTE_TOKENS + SKIPPED_STEPS
+        steps, _ = decode_all(engine, job.prompt_ids, Method(), Sampling(), max_new_tokens=tokens)
+        seconds = statistics.median(step.cycle_s for step in steps[SKIPPED_STEPS:])
+    del engine, store
+    gc.collect()  # gigabytes, where experts are padded
+    return seconds
+
+
+def _available_bytes() -> float:
+    """Memory that is free for use; infinite where the system does not say."""
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024.0
+    except OSError:
+        pass
+    return float("inf")

@@ -1,0 +1,194 @@
+"""Interleaved runs: several methods decode the same prompts over one store, prompt by prompt, and every cycle is kept.
+
+Speed drifts from minute to minute, so methods are compared only where they took turns: all of them decode a prompt
+before any decodes the next, and the order rotates so that none always goes first.
+
+A platform's folder holds `settings.json` (what was measured), `steps.jsonl` and `requests.jsonl`. The request is the
+unit of resuming: its steps are written first and its record last, so a pair (prompt, method) is either complete or
+measured again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from moexp import atomic
+from moexp.data import Prompt, load_prompts, render_chat
+from moexp.progress import stage
+from moexp.records import RecordWriter, RequestRecord, StepRecord, read_records
+from moexp.report import PROBE, PROVENANCE, REQUESTS, SETTINGS, STEPS
+from moexp.runtime.decode import Method, decode_all
+from moexp.runtime.forward import Engine
+from moexp.runtime.verify import Sampling
+
+
+@dataclass(frozen=True)
+class Job:
+    """One prompt to decode. `request` is its index in the run, `id` the prompt's own name."""
+
+    request: int
+    id: str
+    workload: str
+    prompt_ids: tuple[int, ...]
+
+
+class PromptEngine(Engine):
+    """An engine that keeps the last prompt's keys and values, so that methods that take turns on it prefill it once.
+
+    Every method's prefill is the same computation, and decoding writes only behind it: nothing else changes.
+    """
+
+    _held: tuple[int, ...] = ()
+    _held_in: object = None
+
+    def prefill(self, ids: Sequence[int]) -> None:
+        """As the engine's; at once where the cache still holds these very ids."""
+        prompt = tuple(ids)
+        if prompt and prompt == self._held and self.cache is self._held_in:
+            for layer in self.cache.layers:
+                layer.length = len(prompt)  # type: ignore[attr-defined]
+            return
+        self._held_in = None  # whatever stops the prefill, what the cache holds then is not a prompt
+        super().prefill(ids)
+        self._held, self._held_in = prompt, self.cache
+
+
+def select_prompts(sources: Sequence[str], per_workload: int) -> list[Prompt]:
+    """The first `per_workload` prompts of each source, in turn, so that any beginning of the list is balanced."""
+    by_source = [load_prompts(source, per_workload) for source in sources]
+    return [prompts[place] for place in range(per_workload) for prompts in by_source if place < len(prompts)]
+
+
+def tuning_prompts(count: int | None = None) -> list[Prompt]:
+    """Prompts that no table is measured on, their workloads in turn."""
+    by_workload: dict[str, list[Prompt]] = {}
+    for prompt in load_prompts("tune"):
+        by_workload.setdefault(prompt.workload, []).append(prompt)
+    longest = max(map(len, by_workload.values()))
+    turns = [prompts[n] for n in range(longest) for prompts in by_workload.values() if n < len(prompts)]
+    return turns[:count]
+
+
+def make_jobs(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> list[Job]:
+    """Prompts in the model's chat format."""
+    return [
+        Job(number, prompt.id, prompt.workload, tuple(render_chat(tokenizer, prompt)))
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def begin_run(folder: Path, settings: dict[str, Any]) -> set[tuple[int, str]]:
+    """Readies a platform's folder for `settings` (plain JSON); returns the complete pairs (request, method).
+
+    Records of other settings do not mix with these: the old files are renamed to `*.old`, one generation of them is
+    kept. Steps of a request that was cut off are dropped.
+    """
+    settings = json.loads(json.dumps(settings))
+    kept = _read_settings(folder / SETTINGS)
+    if kept != settings:
+        for name in (SETTINGS, PROBE, PROVENANCE, STEPS, REQUESTS):
+            if (folder / name).exists():
+                (folder / name).replace(folder / f"{name}.old")
+        atomic.write_json(folder / SETTINGS, settings)
+        return set()
+    done = {(record.request, record.method) for record in _resume(folder / REQUESTS, RequestRecord)}
+    steps = list(_resume(folder / STEPS, StepRecord))
+    whole = [step for step in steps if (step.request, step.method) in done]
+    if len(whole) < len(steps):
+        lines = [json.dumps(dataclasses.asdict(step), separators=(",", ":")) + "\n" for step in whole]
+        atomic.write_text(folder / STEPS, "".join(lines))
+    return done
+
+
+def is_complete(done: Collection[tuple[int, str]], jobs: Sequence[Job], methods: Sequence[Method]) -> bool:
+    """Whether every method has decoded every job."""
+    return all((job.request, method.label) in done for job in jobs for method in methods)
+
+
+def run_methods(
+    engine: Engine,
+    jobs: Sequence[Job],
+    methods: Sequence[Method],
+    sampling: Sampling,
+    *,
+    folder: Path,
+    done: Collection[tuple[int, str]] = (),
+    max_new_tokens: int,
+    stop_ids: Collection[int] = (),
+    title: str = "Bench",
+    warmup: Sequence[Job] = (),
+    warmup_tokens: int = 8,
+    after_prompt: Callable[[], None] = lambda: None,
+) -> None:
+    """Decodes every job by every method and appends the records to `folder`.
+
+    Args:
+        engine: with the platform's store.
+        methods: their labels must differ.
+        done: pairs (request, method) to skip, as `begin_run` gives them.
+        warmup: jobs decoded first, not counted, `warmup_tokens` each by every method.
+        after_prompt: called whenever the methods are through with a prompt.
+    """
+    labels = [method.label for method in methods]
+    assert len(set(labels)) == len(labels), labels
+    total = len(jobs) * len(methods)
+    measured = 0
+    with (
+        RecordWriter(folder / STEPS) as steps_file,
+        RecordWriter(folder / REQUESTS) as requests_file,
+        stage(title, total) as advance,
+    ):
+        for job in warmup:
+            for method in methods:
+                _decode(engine, job, method, sampling, min(warmup_tokens, max_new_tokens), stop_ids)
+        for place, job in enumerate(jobs):
+            before = measured
+            prefill_s: float | None = None
+            for turn in range(len(methods)):
+                method = methods[(place + turn) % len(methods)]
+                if (job.request, method.label) in done:
+                    continue
+                steps, record = _decode(engine, job, method, sampling, max_new_tokens, stop_ids)
+                prefill_s = record.prefill_s if prefill_s is None else prefill_s
+                for step in steps:
+                    steps_file.write(step)
+                # Methods share the prompt's prefill: its time is that of the one that ran it.
+                requests_file.write(dataclasses.replace(record, prefill_s=prefill_s))
+                measured += 1
+                rate = record.new_tokens / record.decode_s if record.decode_s else 0.0
+                advance(len(done) + measured, f"{method.label} {rate:.1f} tokens/s")
+            if measured > before:
+                after_prompt()
+
+
+def _decode(
+    engine: Engine, job: Job, method: Method, sampling: Sampling, max_new_tokens: int, stop_ids: Collection[int]
+) -> tuple[list[StepRecord], RequestRecord]:
+    return decode_all(
+        engine,
+        job.prompt_ids,
+        method,
+        sampling,
+        max_new_tokens=max_new_tokens,
+        stop_ids=stop_ids,
+        request=job.request,
+        workload=job.workload,
+    )
+
+
+def _resume(path: Path, kind: type[Any]) -> Iterable[Any]:
+    return read_records(path, kind, resuming=True) if path.exists() else ()
+
+
+def _read_settings(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
