@@ -118,9 +118,7 @@ def opened_store(target: Target, section: StoreSection) -> Iterator[ExpertStore]
 
 
 @contextmanager
-def opened_engine(
-    target: Target, section: StoreSection, draft_experts: DraftExperts | None = None
-) -> Iterator[Engine]:
+def opened_engine(target: Target, section: StoreSection, draft_experts: DraftExperts | None = None) -> Iterator[Engine]:
     """An engine over the target with a store of its own."""
     from moexp.runtime.forward import Engine
 

@@ -25,6 +25,8 @@ from moexp import __version__
 from moexp.errors import MoexpError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from moexp.recipe import Recipe
 
 USER_ERROR = 2
@@ -116,6 +118,153 @@ def recipes() -> None:
 def show_recipe(recipe: RecipeOption = "pocket", changes: SetOption = None) -> None:
     """Print a recipe with everything it inherits, defaults included."""
     typer.echo(load(recipe, changes).resolved_yaml(), nl=False)
+
+
+@command(app, "build-target", "moexp build-target --recipe pocket")
+def build_target(recipe: RecipeOption = "pocket", changes: SetOption = None) -> None:
+    """Build the target to decode: carve a dense model into experts and repair it."""
+    from moexp.stages import build_stage
+
+    build_stage(load(recipe, changes), _console())
+
+
+@command(app, "trace-routing", "moexp trace-routing --recipe pocket --text machine")
+def trace_routing(
+    recipe: RecipeOption = "pocket",
+    text: Annotated[
+        str | None,
+        typer.Option("--text", metavar="SOURCE", help="machine, a file, or hf:repo; by default the recipe's corpus."),
+    ] = None,
+    changes: SetOption = None,
+    out: OutOption = None,
+) -> None:
+    """Record which experts the target chooses for every token, as Parquet shards."""
+    from moexp.stages import trace_stage
+
+    trace_stage(load(recipe, changes), _console(), text=text, out=out)
+
+
+@command(app, "train-draft-expert", "moexp train-draft-expert --recipe pocket")
+def train_draft_expert(recipe: RecipeOption = "pocket", changes: SetOption = None) -> None:
+    """Distil the target's draft experts from it."""
+    from moexp.stages import train_stage
+
+    train_stage(load(recipe, changes), _console())
+
+
+@command(app, "generate", 'moexp generate "Why is the sky blue?" --recipe pocket')
+def generate(
+    text: Annotated[str, typer.Argument(metavar="TEXT", help="What the user says.")],
+    recipe: RecipeOption = "pocket",
+    compare: Annotated[
+        bool, typer.Option("--compare/--no-compare", help="Decode the same request by AR too, and compare.")
+    ] = True,
+    changes: SetOption = None,
+) -> None:
+    """Answer a request, streamed, showing which tokens were drafted, and what that saved."""
+    from moexp.generate import generate as run
+    from moexp.stages import begin
+
+    chosen = load(recipe, changes)
+    begin(chosen)
+    if run(chosen, text, _console(), compare=compare).identical is False:
+        raise typer.Exit(1)
+
+
+@command(app, "eval", "moexp eval --recipe pocket --tokens 10000")
+def eval_(
+    recipe: RecipeOption = "pocket",
+    tokens: Annotated[
+        int | None, typer.Option("--tokens", min=1, metavar="N", help="Compare at least N tokens in all.")
+    ] = None,
+    changes: SetOption = None,
+    out: OutOption = None,
+) -> None:
+    """Check that every method gives exactly what plain decoding gives; exit code 1 if not."""
+    from moexp.stages import eval_stage
+
+    if not eval_stage(load(recipe, changes), _console(), tokens=tokens, out=out):
+        raise typer.Exit(1)
+
+
+@command(app, "write-corpus", "moexp write-corpus --recipe pocket --author target --tokens 100000")
+def write_corpus(
+    author: Annotated[str, typer.Option("--author", metavar="dense|target", help="Which model writes.")],
+    tokens: Annotated[int, typer.Option("--tokens", min=1, metavar="N", help="Tokens to write.")],
+    recipe: RecipeOption = "pocket",
+    changes: SetOption = None,
+    out: OutOption = None,
+) -> None:
+    """Let a model write text to train on."""
+    from moexp.stages import corpus_stage
+
+    corpus_stage(load(recipe, changes), _console(), author=author, tokens=tokens, out=out)
+
+
+@command(app, "reproduce", "moexp reproduce --recipe pocket")
+def reproduce(recipe: RecipeOption = "pocket", changes: SetOption = None) -> None:
+    """Run every stage in order, skipping what is done, and write all tables."""
+    from moexp.stages import reproduce as run
+
+    if not run(load(recipe, changes), _console()):
+        raise typer.Exit(1)
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console()
+
+
+PaperOption = Annotated[str, typer.Option("--paper", metavar="NAME", help="Whose tables.")]
+
+
+@command(app, "bench", "moexp bench --recipe pocket --table 2")
+def bench(
+    recipe: RecipeOption = "pocket",
+    table: Annotated[str, typer.Option("--table", "-t", metavar="N|all", help="A table's number, or all.")] = "all",
+    paper: PaperOption = "draftexpert",
+    changes: SetOption = None,
+    out: OutOption = None,
+) -> None:
+    """Measure the tables of a paper; what is measured already is kept."""
+    from moexp.bench.draftexpert import parse_tables, run_bench
+
+    numbers = parse_tables(table)
+    _say_files(run_bench(load(recipe, changes), numbers, paper=paper, out=out), show=len(numbers) == 1)
+
+
+@command(app, "tune", "moexp tune --recipe pocket")
+def tune(recipe: RecipeOption = "pocket", changes: SetOption = None, out: OutOption = None) -> None:
+    """Choose K, tau and B of the full method on prompts that no table uses."""
+    from moexp.bench.tune import run_tune
+
+    found = run_tune(load(recipe, changes), out=out)
+    speedup = "" if found.speedup is None else f", {found.speedup:.2f} times AR"
+    typer.echo(f"best: {found.setting.name}{speedup} ({found.table})")
+    typer.echo("to use it: " + " ".join(f"--set {override}" for override in found.overrides()))
+
+
+@command(app, "report", "moexp report --recipe pocket")
+def report(
+    recipe: RecipeOption = "pocket",
+    paper: PaperOption = "draftexpert",
+    changes: SetOption = None,
+    out: OutOption = None,
+) -> None:
+    """Rebuild all tables from raw records, without running anything."""
+    from moexp.report import rebuild
+
+    _say_files(rebuild(load(recipe, changes), paper, out=out), show=False)
+
+
+def _say_files(files: list[Path], *, show: bool) -> None:
+    """Names the files that were written; with `show`, prints the Markdown ones."""
+    for file in files:
+        if show and file.suffix == ".md":
+            typer.echo(file.read_text(encoding="utf-8"))
+    for file in files:
+        typer.echo(str(file))
 
 
 def main() -> None:

@@ -93,9 +93,7 @@ def load_texts(source: str) -> Iterator[str]:
     if source.startswith("hf:"):
         rows = hub_rows(location.removeprefix("hf:"), prefer=("train",), streaming=True)
     else:
-        path = _existing(
-            location, valid=f"machine, a file ({TEXT_FILES}), or hf:repo[:config][:split][#field]"
-        )
+        path = _existing(location, valid=f"machine, a file ({TEXT_FILES}), or hf:repo[:config][:split][#field]")
         if path.suffix == ".txt":
             yield from join_chunks(_paragraphs(path))
             return

@@ -17,9 +17,7 @@ GRAMMAR = "hf:repo[:config][:split][#field]"
 SPLIT = re.compile(r"(train|test|validation|val|dev)(\[.*\])?$")
 
 
-def hub_rows(
-    location: str, *, prefer: Sequence[str], streaming: bool
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def hub_rows(location: str, *, prefer: Sequence[str], streaming: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(name, row) for each row of a dataset.
 
     Args:

@@ -1,7 +1,7 @@
 """From raw records to files: tables as CSV and Markdown. Imports no torch and runs no model.
 
-A table has one CSV with full precision and every interval, and one Markdown file for reading: values with their interval
-in one cell, at most 80 columns where the contents allow it.
+A table has one CSV with full precision and every interval, and one Markdown file for reading: values with their
+interval in one cell, at most 80 columns where the contents allow it.
 """
 
 from __future__ import annotations
@@ -191,12 +191,23 @@ def to_markdown(table: Table) -> str:
 
 
 def provenance_lines(sources: Sequence[Measured]) -> list[str]:
-    """Command, commit, date, hardware, threads, seed, versions and expert width of every run that a table is made of."""
-    groups: dict[str, list[str]] = {}
+    """Where a table's runs come from: command, commit, date, hardware, threads, seed, versions, and expert widths.
+
+    Runs that differ only in when they began share a line.
+    """
+    groups: dict[str, list[Measured]] = {}
     for source in sources:
-        width = source.settings.get("expert_width")
-        groups.setdefault(_provenance(source), []).append(source.name + (f" (experts {width} wide)" if width else ""))
-    return [f"Provenance of {', '.join(names)}: {line}." for line, names in groups.items()]
+        groups.setdefault(_provenance(source), []).append(source)
+    lines = []
+    for line, members in groups.items():
+        names = [
+            member.name + (f" (experts {width} wide)" if (width := member.settings.get("expert_width")) else "")
+            for member in members
+        ]
+        days = sorted({run["started"] for member in members for run in member.provenance})
+        when = f"; {days[0]}" + (f" to {days[-1]}" if len(days) > 1 else "") if days else ""
+        lines.append(f"Provenance of {', '.join(names)}: {line}{when}.")
+    return lines
 
 
 def write_table(folder: Path, table: Table) -> list[Path]:
@@ -285,7 +296,7 @@ def _wrap(paragraph: str, first: str, rest: str, width: int = 80) -> str:
 
 
 def _provenance(source: Measured) -> str:
-    """One line; several invocations (a resumed run) show every command and commit once, and the span of dates."""
+    """One line without dates; several invocations (a resumed run) show every command and commit once."""
     runs = source.provenance
     if not runs:
         return "not recorded"
@@ -297,17 +308,15 @@ def _provenance(source: Measured) -> str:
         git = run.get("git") or {}
         return None if git.get("commit") is None else git["commit"][:12] + (" (dirty)" if git.get("dirty") else "")
 
-    days = sorted({run["started"] for run in runs})
     hardware, versions = runs[-1].get("hardware", {}), runs[-1].get("versions", {})
     memory = hardware.get("memory_gib")
     parts = [
         f"command `{once(run['command'] for run in runs)}`",
         f"commit {once(map(commit, runs))}",
-        days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}",
         f"{hardware.get('cpu') or 'unknown CPU'}, {hardware.get('cores')} cores"
         + (f", {memory} GiB" if memory else "")
         + "".join(f", {gpu}" for gpu in hardware.get("gpus") or ()),
-        f"{source.settings.get('threads', 'unknown')} threads",
+        f"compute threads {source.settings.get('threads', 'unknown')}",
         f"seed {once(run.get('seed') for run in runs)}",
         ", ".join(f"{name} {version}" for name, version in versions.items() if version),
     ]

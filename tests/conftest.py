@@ -34,15 +34,16 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
     """`tiny_folder(model_type=..., dtype=..., **options)`: a random tiny checkpoint, each kind built once."""
     built: dict[str, Path] = {}
 
-    def folder(**options: object) -> Path:
+    def build(**options: object) -> Path:
         from moexp.target.tiny import build_tiny_target
 
         name = "-".join(["tiny", *(f"{key}={options[key]}" for key in sorted(options))])
         if name not in built:
-            built[name] = build_tiny_target(tmp_path_factory.mktemp(name, numbered=False), **options)  # type: ignore[arg-type]
+            folder = tmp_path_factory.mktemp(name, numbered=False)
+            built[name] = build_tiny_target(folder, **options)  # type: ignore[arg-type]
         return built[name]
 
-    return folder
+    return build
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

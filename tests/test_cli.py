@@ -21,6 +21,16 @@ REPO = Path(__file__).parent.parent
 FLAGS = {
     "recipes": set(),
     "show-recipe": {"--recipe", "-r", "--set", "-s"},
+    "build-target": {"--recipe", "-r", "--set", "-s"},
+    "trace-routing": {"--recipe", "-r", "--text", "--set", "-s", "--out", "-o"},
+    "train-draft-expert": {"--recipe", "-r", "--set", "-s"},
+    "generate": {"text", "--recipe", "-r", "--compare", "--set", "-s"},
+    "eval": {"--recipe", "-r", "--tokens", "--set", "-s", "--out", "-o"},
+    "write-corpus": {"--author", "--tokens", "--recipe", "-r", "--set", "-s", "--out", "-o"},
+    "reproduce": {"--recipe", "-r", "--set", "-s"},
+    "bench": {"--recipe", "-r", "--table", "-t", "--paper", "--set", "-s", "--out", "-o"},
+    "tune": {"--recipe", "-r", "--set", "-s", "--out", "-o"},
+    "report": {"--recipe", "-r", "--paper", "--set", "-s", "--out", "-o"},
 }
 
 

@@ -54,15 +54,13 @@ def test_greedy_rows_are_what_the_model_would_say(model: Any):
     with torch.no_grad():
         wanted = model(input_ids=streams.tokens).logits.argmax(-1)[:, :-1]
     own = streams.written[:, 1:]
-    assert own.sum() > 20
+    assert own.sum() >= 20
     assert torch.equal(streams.tokens[:, 1:][own], wanted[own])
 
 
 def test_a_stop_token_ends_a_turn(model: Any):
     everything = frozenset(range(256))
-    streams = write_streams(
-        model, counted([]), StreamSettings(rows=1, length=14), stop_ids=everything, end_id=END
-    )
+    streams = write_streams(model, counted([]), StreamSettings(rows=1, length=14), stop_ids=everything, end_id=END)
     # a turn of one token each, and nothing is fed to end it
     assert streams.written[0].tolist() == ([False] * 2 + [True, False, True, False]) * 2 + [False] * 2
 
@@ -103,7 +101,8 @@ def test_scripts_repeat_with_their_seed_and_are_whole_turns():
 
 
 def section(**changes: Any) -> CorpusSection:
-    return CorpusSection(**({"source": "write", "tokens": 200, "rows": 3, "length": 24} | changes))
+    values: dict[str, Any] = {"source": "write", "tokens": 200, "rows": 3, "length": 24}
+    return CorpusSection(**values | changes)
 
 
 def test_a_written_corpus_is_resumed_by_batch_and_repeats(model: Any, tmp_path: Path):

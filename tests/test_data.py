@@ -66,9 +66,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("stem", "row", "prompt_id", "turns"), LAYOUTS, ids=[row[0] for row in LAYOUTS])
-def test_local_layouts(
-    tmp_path: Path, stem: str, row: dict[str, Any], prompt_id: str, turns: tuple[str, ...]
-) -> None:
+def test_local_layouts(tmp_path: Path, stem: str, row: dict[str, Any], prompt_id: str, turns: tuple[str, ...]) -> None:
     source = write_jsonl(tmp_path / f"{stem}.jsonl", row)
     assert load_prompts(source) == [Prompt(prompt_id, stem, turns)]
 
@@ -211,9 +209,7 @@ def test_texts_of_local_files(tmp_path: Path) -> None:
     from pyarrow import parquet
 
     long_paragraph = "word " * 500
-    (tmp_path / "book.txt").write_text(
-        f"One.\nStill one.\n\n\nTwo.\n\n{long_paragraph}\n\nLast.\n", encoding="utf-8"
-    )
+    (tmp_path / "book.txt").write_text(f"One.\nStill one.\n\n\nTwo.\n\n{long_paragraph}\n\nLast.\n", encoding="utf-8")
     chunks = list(load_texts(str(tmp_path / "book.txt")))
     assert chunks[0].startswith("One.\nStill one.\n\nTwo.\n\nword") and chunks[1:] == ["Last."]
 
@@ -257,9 +253,7 @@ def test_machine_texts_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "c.py").write_text('"""Not read."""\n', encoding="utf-8")
     (tmp_path / "pydoc_data").mkdir()
-    (tmp_path / "pydoc_data" / "topics.py").write_text(
-        "topics = {'if': 'The if\\n\\nstatement'}\n", encoding="utf-8"
-    )
+    (tmp_path / "pydoc_data" / "topics.py").write_text("topics = {'if': 'The if\\n\\nstatement'}\n", encoding="utf-8")
     texts = list(machine_texts(tmp_path))
     assert texts == list(machine_texts(tmp_path))
     everything = "\n\n".join(texts)
@@ -267,11 +261,7 @@ def test_machine_texts_of_a_folder(tmp_path: Path) -> None:
     assert everything.count("The module says") == 1  # repeated pieces come once
     assert everything.count(comment) == 1 and everything.count("Only here.") == 1
     assert "The if\n\nstatement" in everything
-    assert (
-        "too short" not in everything
-        and "Not read" not in everything
-        and "inside of a string" not in everything
-    )
+    assert "too short" not in everything and "Not read" not in everything and "inside of a string" not in everything
 
 
 def test_machine_texts_of_this_python(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ def experts() -> DraftExperts:
     torch.manual_seed(0)
     experts = DraftExperts(16, 8, (1, 3))
     for expert in experts.experts.values():
-        expert.down.data.normal_()  # type: ignore[union-attr, operator]
-        expert.scale.data.fill_(0.5)  # type: ignore[union-attr, operator]
+        expert.down.data.normal_()  # type: ignore[operator]
+        expert.scale.data.fill_(0.5)  # type: ignore[operator]
     return experts
 
 
@@ -41,8 +41,8 @@ def test_a_draft_expert_is_a_scaled_swiglu_that_starts_at_zero(experts: DraftExp
     x_TH = torch.randn(5, 16)
     assert not DraftExperts(16, 8, (1,)).forward_layer(1, x_TH).any()
     expert = experts.experts["3"]
-    gate, up = expert.gate_up[:8], expert.gate_up[8:]  # type: ignore[index, union-attr]
-    wanted = 0.5 * (F.silu(x_TH @ gate.T) * (x_TH @ up.T)) @ expert.down.T  # type: ignore[union-attr, operator]
+    gate, up = expert.gate_up[:8], expert.gate_up[8:]  # type: ignore[index]
+    wanted = 0.5 * (F.silu(x_TH @ gate.T) * (x_TH @ up.T)) @ expert.down.T  # type: ignore[operator]
     assert torch.allclose(experts.forward_layer(3, x_TH), wanted, atol=1e-6)
     assert not torch.equal(experts.forward_layer(1, x_TH), experts.forward_layer(3, x_TH))
     assert experts.resident_bytes() == 2 * 4 * (3 * 8 * 16 + 1)

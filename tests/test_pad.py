@@ -30,7 +30,9 @@ def logits(folder: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 29, 20_000], ids=["one shard", "many shards"])
-def test_a_padded_target_computes_the_same_with_more_bytes_an_expert(folder: Path, tmp_path: Path, monkeypatch, shard_bytes):
+def test_a_padded_target_computes_the_same_with_more_bytes_an_expert(
+    folder: Path, tmp_path: Path, monkeypatch, shard_bytes
+):
     monkeypatch.setattr(pad, "SHARD_BYTES", shard_bytes)
     pad_experts(folder, tmp_path / "padded", 48)
     assert torch.allclose(logits(tmp_path / "padded"), logits(folder), atol=1e-5)
@@ -62,7 +64,7 @@ def test_a_padded_target_decodes_the_same_tokens(folder: Path, tmp_path: Path):
     tokens = []
     for place in (folder, tmp_path / "padded"):
         target = load_target(place, dtype=torch.float32)
-        with open_store(target.index, "host") as store:  # type: ignore[attr-defined]
+        with open_store(target.index, "host") as store:
             engine = Engine(target, store)
             _, request = decode_all(engine, [5, 6, 7], Method(), Sampling(), max_new_tokens=12)
         tokens.append(request.tokens)

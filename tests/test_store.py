@@ -403,6 +403,27 @@ def test_interrupt_while_waiting():
         assert_content(key, weights)
 
 
+@pytest.mark.parametrize("place", ["plan", "take"])
+def test_interrupt_inside_a_call(monkeypatch, place):
+    """Wherever Ctrl-C strikes, closing ends the threads and the counts add up."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    before = threading.active_count()
+    source = MarkedSource()
+    store = marked_store("lru", source=source)
+    list(store.arrivals(store.request([(1, 0)], "ar")))
+    with monkeypatch.context() as patch:
+        patch.setattr(*((source, "plan") if place == "plan" else (store._slots, "take")), interrupted)
+        for call in (lambda: store.request([(1, 1), (1, 2)], "ar"), lambda: store.prefetch([(2, 0), (2, 1)])):
+            with pytest.raises(KeyboardInterrupt):
+                call()
+    store.close()
+    assert threading.active_count() == before and source.closed == 1
+    assert store.counters.prefetched == store.counters.used + store.counters.wasted
+
+
 def test_a_store_that_nobody_closed_leaves_no_threads():
     before = threading.active_count()
     store = marked_store(io_threads=3)

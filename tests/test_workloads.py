@@ -118,9 +118,7 @@ def test_training_prompts_are_deterministic_varied_and_balanced(trained: list[Pr
 
 
 def test_training_keeps_away_from_further_sets(trained: list[Prompt]) -> None:
-    victim = next(
-        prompt for prompt in trained[:500] if prompt.workload == "chat" and len(prompt.turns[0].split()) > 9
-    )
+    victim = next(prompt for prompt in trained[:500] if prompt.workload == "chat" and len(prompt.turns[0].split()) > 9)
     kept = itertools.islice(training_prompts(0, exclude=[victim]), 500)
     assert victim.turns not in {prompt.turns for prompt in kept}
 
@@ -150,9 +148,7 @@ def test_the_guard_compares_short_texts_whole() -> None:
     guard = OverlapGuard(
         [Prompt("a", "chat", ("Why do cats purr?", "Tell me more about the small ones, my friend, please."))]
     )
-    assert guard.overlaps("why do CATS purr") and guard.overlaps(
-        "So, why do cats purr when they are asleep at night?"
-    )
+    assert guard.overlaps("why do CATS purr") and guard.overlaps("So, why do cats purr when they are asleep at night?")
     assert guard.overlaps("the small ones") and not guard.overlaps("Why do cats meow?")
 
 
@@ -170,9 +166,7 @@ def test_templates_are_rich_enough(templates: Templates) -> None:
             article = re.search(r"\b[Aa] [aeio]\w+|\b[Aa]n [^aeiou\W]\w+", text)
             assert not article or article[0] in ("a one", "an hour", "an f"), text
             assert kind == "code" or not re.search(r"[{}#]|  | [,.?]", text), text
-    assert all(
-        3 <= sum("" not in position for position in frame) <= len(frame) <= 6 for frame in templates.passages
-    )
+    assert all(3 <= sum("" not in position for position in frame) <= len(frame) <= 6 for frame in templates.passages)
 
 
 def test_every_slot_is_defined_and_used(templates: Templates) -> None:
@@ -193,11 +187,7 @@ def slots_of(text: str) -> set[str]:
 
 def test_expansion_rules() -> None:
     templates = Templates(
-        kinds={
-            "k": (
-                Template("{Fruit} {fruit} {fruit#2} {{{n}}} {m} {nested}", {"n": [2, 6, 2], "m": "n*3+n*n"}),
-            )
-        },
+        kinds={"k": (Template("{Fruit} {fruit} {fruit#2} {{{n}}} {m} {nested}", {"n": [2, 6, 2], "m": "n*3+n*n"}),)},
         slots={"fruit": ("plum", "fig"), "nested": ("[{fruit#2}]",)},
         passages=((("x",),),),
     )

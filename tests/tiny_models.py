@@ -11,13 +11,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from moexp.target.tiny import build_tiny_target, byte_tokenizer
 
 
-def dense_model(*, seed: int = 0, ffn: int = 96, layers: int = 3, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+def dense_model(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     """A random Llama-style model whose feed-forward blocks matter (hidden 64, byte vocabulary)."""
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=64,
-        intermediate_size=ffn,
-        num_hidden_layers=layers,
+        intermediate_size=96,
+        num_hidden_layers=3,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,

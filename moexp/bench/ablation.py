@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,13 @@ import torch
 
 from moexp.artifacts import draft_folder, method_of, opened_store, sampling_of
 from moexp.bench.draftexpert_data import LOSSES
+from moexp.bench.measure import keep_provenance
 from moexp.bench.runner import PromptEngine, begin_run, is_complete, make_jobs, run_methods, select_prompts
 from moexp.learn.distill import distill
 from moexp.learn.draft_path import DraftPath
 from moexp.learn.train_draft import Bench, fit, measure, open_bench, settings_of
 from moexp.progress import note_of, stage
+from moexp.provenance import collect_provenance
 from moexp.recipe import Recipe
 from moexp.rundir import artifact_path
 from moexp.schema import DraftSection, StoreSection
@@ -76,15 +77,13 @@ def train_rows(recipe: Recipe, target: Path, provenance: dict[str, Any]) -> list
     return rows
 
 
-def run_ablation(recipe: Recipe, target: Target, place: Path, threads: int, on_measure: Callable[[], None]) -> None:
+def run_ablation(recipe: Recipe, target: Target, place: Path, threads: int) -> None:
     """Trains the rows, decodes a little with each for its prefetch hits, and keeps both in `place`.
 
     Args:
         target: unpadded.
-        on_measure: called if there is anything to decode, before it.
+        threads: torch's, for the records.
     """
-    from moexp.provenance import collect_provenance
-
     rows = train_rows(recipe, target.folder, collect_provenance(recipe.seed))
     bench = recipe.bench
     jobs = make_jobs(
@@ -110,7 +109,7 @@ def run_ablation(recipe: Recipe, target: Target, place: Path, threads: int, on_m
     done = begin_run(place, settings)
     if is_complete(done, jobs, methods):
         return
-    on_measure()
+    keep_provenance(place, recipe.seed)
     section = StoreSection(kind="host", policy="none", io_threads=recipe.store.io_threads)
     with opened_store(target, section) as store:
         for method in methods:

@@ -8,21 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import hashlib
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from moexp import atomic
-from moexp.artifacts import (
-    draft_folder,
-    find_target,
-    method_of,
-    open_draft_experts,
-    open_target,
-    opened_store,
-    sampling_of,
-)
+from moexp.artifacts import draft_folder, find_target, method_of, open_draft_experts, open_target, sampling_of
 from moexp.bench.draftexpert_data import (
     ABLATION,
     AR,
@@ -37,29 +27,20 @@ from moexp.bench.draftexpert_data import (
     TRUNCATED,
 )
 from moexp.bench.draftexpert_tables import TABLES
-from moexp.bench.platforms import Platform, find_platform, probe, sample_bandwidth, store_section
-from moexp.bench.runner import (
-    Job,
-    PromptEngine,
-    begin_run,
-    is_complete,
-    make_jobs,
-    run_methods,
-    select_prompts,
-    tuning_prompts,
-)
+from moexp.bench.measure import measure_on
+from moexp.bench.platforms import Platform, find_platform
+from moexp.bench.runner import make_jobs, select_prompts, tuning_prompts
 from moexp.compute import prepare
 from moexp.errors import MoexpError
-from moexp.progress import stage
-from moexp.provenance import collect_provenance
 from moexp.recipe import Recipe
-from moexp.report import PROBE, PROVENANCE, check_paper, read_json, run_folder, write_tables
+from moexp.report import check_paper, run_folder, write_tables
 from moexp.rundir import RunDir
 from moexp.runtime.decode import Method
-from moexp.schema import DecodeSection, StoreSection
-from moexp.target.draft_expert import WEIGHTS, DraftExperts, read_header
+from moexp.schema import DecodeSection
+from moexp.target.draft_expert import DraftExperts, read_header
 from moexp.target.load import Target, target_identity
 
+VALID_TABLES = ", ".join([*map(str, TABLES), "all"])
 TIMED, COUNTED, TRAINED = (2, 3, 4), (3,), (5,)  # tables that need the platforms, the resident run, the ablation
 
 
@@ -96,13 +77,26 @@ def run_bench(
     return write_tables(recipe, paper, folder, results, tables)
 
 
+def parse_tables(text: str) -> tuple[int, ...]:
+    """The tables that `--table` names: a number, or `all`.
+
+    Raises:
+        MoexpError: neither, or a table that is not measured here.
+    """
+    if text == "all":
+        return tuple(TABLES)
+    numbers = (int(text),) if text.isdecimal() else ()
+    if not numbers:
+        raise MoexpError(f"no table {text!r} to measure", where="--table", valid=VALID_TABLES)
+    check_tables(numbers)
+    return numbers
+
+
 def check_tables(tables: Collection[int]) -> None:
     """MoexpError unless these tables are measured here."""
     for number in tables:
         if number not in TABLES:
-            raise MoexpError(
-                f"no table {number} to measure", where="--table", valid=", ".join([*map(str, TABLES), "all"])
-            )
+            raise MoexpError(f"no table {number} to measure", where="--table", valid=VALID_TABLES)
 
 
 def measure(recipe: Recipe, tables: Collection[int], platforms: list[Platform], folder: Path) -> None:
@@ -119,8 +113,7 @@ def measure(recipe: Recipe, tables: Collection[int], platforms: list[Platform], 
     if set(tables) & set(TRAINED):
         from moexp.bench.ablation import run_ablation
 
-        place = folder / ABLATION
-        run_ablation(recipe, target, place, threads, lambda: keep_provenance(place, recipe.seed))
+        run_ablation(recipe, target, folder / ABLATION, threads)
 
 
 def describe(recipe: Recipe, target: Target, folder: Path) -> None:
@@ -148,13 +141,13 @@ def methods_of(decode: DecodeSection, platform: Platform, top_k: int) -> list[Me
     drafts = dataclasses.replace(fixed, drafter="draft-expert", name=FIXED)
     if platform.kind == "resident":
         return [*top_r, drafts]
-    # Loading is slow where the ratio is large: there only what the tables cannot do without.
+    # Where loading takes many times as long as computing, only what the tables cannot do without.
     slow = platform.ratio is not None and platform.ratio.value > 1
     full = dataclasses.replace(base, drafter="draft-expert", r=1, name=FULL)
     return [
         Method(name=AR),
         *(top_r[:1] if slow else top_r),
-        *([] if platform.paced else [dataclasses.replace(full, drafter="top-r", name=TOP_1_FULL)]),
+        *([] if slow else [dataclasses.replace(full, drafter="top-r", name=TOP_1_FULL)]),
         drafts,
         dataclasses.replace(full, prefetch=False, name=TRUNCATED),
         full,
@@ -180,72 +173,19 @@ def run_platform(
         platform.kind, bench.paced_prompts if platform.paced else bench.local_disk_prompts
     )
     jobs = make_jobs(select_prompts(bench.workloads, min(most, bench.prompts_per_workload)), target.tokenizer)
-    warmup = make_jobs(tuning_prompts(max(1, bench.warmup_prompts)), target.tokenizer)
+    warmup = make_jobs(tuning_prompts(bench.warmup_prompts), target.tokenizer)
     tokens = min(bench.max_new_tokens, bench.paced_new_tokens) if platform.paced else bench.max_new_tokens
-    methods = methods_of(recipe.decode, platform, target.spec.top_k)
-    settings = {
-        "tag": platform.tag,
-        "target": target.fingerprint,
-        "expert_width": target.spec.expert_width,
-        "draft_experts": draft_identity(draft_folder(recipe)),
-        "prompts": [job.id for job in jobs],
-        "methods": [dataclasses.asdict(method) for method in methods],
-        "max_new_tokens": tokens,
-        "temperature": recipe.decode.temperature,
-        "threads": threads,
-        "ratio": platform.ratio.value if platform.ratio else None,
-    }
-    done = begin_run(place, settings)
-    if is_complete(done, jobs, methods):
-        return
-    keep_provenance(place, recipe.seed)
-    probed = kept_probe(platform, target, recipe.store, warmup, place)
-    link = probed["bandwidth_bytes_s"][0] if platform.paced else None
-    with opened_store(target, store_section(platform, recipe.store, link)) as store:
-        engine = PromptEngine(target, store, draft_experts=experts)
-
-        def sample() -> None:
-            if platform.kind == "disk":
-                probed["direct"] = bool(getattr(getattr(store, "source", None), "direct", False))
-                seed = len(probed["bandwidth_bytes_s"])
-                probed["bandwidth_bytes_s"].append(sample_bandwidth(target, probed, seed))
-                atomic.write_json(place / PROBE, probed)
-
-        run_methods(
-            engine,
-            jobs,
-            methods,
-            sampling_of(recipe.decode, recipe.seed),
-            folder=place,
-            done=done,
-            max_new_tokens=tokens,
-            stop_ids=target.stop_ids,
-            title=f"Bench {platform.name}",
-            warmup=warmup[: bench.warmup_prompts],
-            after_prompt=sample,
-        )
-        del engine
-
-
-def kept_probe(
-    platform: Platform, target: Target, base: StoreSection, warmup: list[Job], place: Path
-) -> dict[str, Any]:
-    """The folder's probe, or a new one: a resumed run keeps the link that it began with."""
-    found = read_json(place / PROBE)
-    if found is None and platform.kind != "resident":
-        with stage(f"Probe {platform.name}", None):
-            found = probe(platform, target, base, warmup)
-        atomic.write_json(place / PROBE, found)
-    return found or {}
-
-
-def keep_provenance(place: Path, seed: int) -> None:
-    """Adds this invocation to those that had a part in the folder's records."""
-    earlier = (read_json(place / PROVENANCE) or {}).get("invocations", [])
-    atomic.write_json(place / PROVENANCE, {"invocations": [*earlier, collect_provenance(seed)]})
-
-
-def draft_identity(folder: Path) -> str:
-    """Which draft experts these are: a hash of their weights."""
-    with open(folder / WEIGHTS, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    measure_on(
+        platform,
+        target,
+        experts,
+        place,
+        jobs=jobs,
+        methods=methods_of(recipe.decode, platform, target.spec.top_k),
+        sampling=sampling_of(recipe.decode, recipe.seed),
+        max_new_tokens=tokens,
+        warmup=warmup,
+        base=recipe.store,
+        draft_weights=draft_folder(recipe),
+        threads=threads,
+    )

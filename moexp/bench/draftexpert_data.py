@@ -1,6 +1,7 @@
 """What a bench run folder holds, read for DraftExpert's tables, and what their rows have in common. Imports no torch.
 
-Intervals are 95% bootstrap intervals over prompts; where two methods are compared, a prompt's two arms are drawn together.
+Intervals are 95% bootstrap intervals over prompts; where two methods are compared, a prompt's two arms are drawn
+together.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from moexp import metrics
 from moexp.metrics import Interval, Ratio
 from moexp.papers import Paper
-from moexp.report import PAPER, Arm, Measured, Table, View, load_measured, read_json, text
+from moexp.report import PAPER, Arm, Measured, Row, Table, View, load_measured, read_json, text
 
 AR, FIXED, TRUNCATED, FULL = "ar", "draft-expert fixed", "draft-expert confidence-expansion", "draft-expert full"
 TOP_R = {1: "top-1", 2: "top-2", 3: "top-3"}
@@ -28,7 +29,14 @@ LOSSES = ("top-1 (untrained)", "+ residual", "+ logit/token", "+ router")
 Arms = Mapping[int, Arm]
 Of = Callable[[Arm], Ratio]
 
-SHORT = {FIXED: "- fixed K", TRUNCATED: "- no prefetch", FULL: "draft-expert", TOP_1_FULL: "top-1 as ours"}
+SHORT = {
+    "confidence-expansion": "conf+exp",
+    "confidence-expansion+prefetch": "conf+exp+prefetch",
+    FIXED: "- fixed K",
+    TRUNCATED: "- no prefetch",
+    FULL: "draft-expert",
+    TOP_1_FULL: "top-1 as ours",
+}
 
 
 @dataclass
@@ -112,8 +120,31 @@ def add_paper(table: Table, paper: Paper, **more: str) -> None:
 
 
 def paper_view(table: Table, header: list[str], keys: list[str]) -> View:
+    """The paper's rows as they are."""
     rows = [row for row in table.rows if row["tag"] == PAPER]
-    return View("Paper", header, [[text(row.get(key)) for key in keys] for row in rows])
+    return View("Paper", header, [[text(row.get(key), _digits(key)) for key in keys] for row in rows])
+
+
+def paper_by_platform(table: Table, keys: list[str], shared: list[str], column: str, header: list[str]) -> View:
+    """The paper's rows as the paper prints them: one a drafter or policy, `column`, a cost, once for each platform."""
+    rows = [row for row in table.rows if row["tag"] == PAPER]
+    platforms = list(dict.fromkeys(str(row["platform"]) for row in rows))
+    merged: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in rows:
+        merged.setdefault(tuple(str(row[key]) for key in keys), {})[str(row["platform"])] = row
+    lines = []
+    for names, by_platform in merged.items():
+        first = next(iter(by_platform.values()))
+        counts = [text(first.get(name), _digits(name)) for name in shared]
+        lines.append(
+            [*(SHORT.get(name, name) for name in names), *counts]
+            + [text(by_platform.get(platform, {}).get(column)) for platform in platforms]
+        )
+    return View("Paper", [*header, *(f"cost {platform}" for platform in platforms)], lines)
+
+
+def _digits(column: str) -> int:
+    return 3 if column in ("acceptance", "agreement") else 2
 
 
 def say_missing(table: Table, sources: list[Measured]) -> None:

@@ -9,10 +9,12 @@ from moexp import metrics
 from moexp.bench.draftexpert_data import (
     DRAFT_TOKENS,
     FIXED,
+    RESIDENT,
     TOP_R,
     Run,
     acceptance_ctx,
     add_paper,
+    paper_by_platform,
     paper_view,
     say_missing,
     with_ends,
@@ -38,6 +40,8 @@ def table_3(run: Run, paper: Paper) -> Table:
     for drafter, method in drafters.items():
         counts[drafter] = _draft_counts(run, drafter, method)
         for platform in timed:
+            if method not in platform.arms and counts[drafter]["acceptance_ctx"] is None:
+                continue
             base = platform.arms.get(TOP_R[1], {})
             row: Row = {
                 "target": run.target["name"], "platform": platform.name, "drafter": drafter, "tag": platform.tag,
@@ -47,40 +51,44 @@ def table_3(run: Run, paper: Paper) -> Table:
             cost_rows[drafter][platform.name] = row
             table.rows.append(row)
     table.sources += timed
-    names = [platform.name for platform in timed]
+    names = [platform.name for platform in timed if platform is not run.resident] or [RESIDENT]
     if timed:
         table.views += [
             View(
                 "Counts (do not depend on the platform)",
                 ["drafter", "unique_draft", "acceptance", "acceptance_ctx"],
                 [
-                    [d, text_of(r, "unique_draft", 1), text_of(r, "acceptance", 3), text_of(r, "acceptance_ctx", 3)]
+                    [d, text_of(r, "unique_draft", 0), text_of(r, "acceptance", 3), text_of(r, "acceptance_ctx", 3)]
                     for d, r in counts.items()
                 ],
             ),
             View(
                 "Cost of a drafted token over that of top-1",
                 ["drafter", *names],
-                [[d, *(text_of(rows[name], "cost") for name in names)] for d, rows in cost_rows.items()],
+                [
+                    [d, *(text_of(rows[name], "cost") if name in rows else "-" for name in names)]
+                    for d, rows in cost_rows.items()
+                    if rows
+                ],
             ),
         ]
     add_paper(table, paper)
-    keys = ["target", "platform", "drafter", "unique_draft", "acceptance", "cost"]
-    table.views.append(paper_view(table, keys, keys))
+    header = ["target", "drafter", "unique", "acceptance"]
+    table.views.append(paper_by_platform(table, ["target", "drafter"], ["unique_draft", "acceptance"], "cost", header))
     say_missing(table, timed)
     repeats = next((row["repeated_ngrams"] for row in counts.values() if row["repeated_ngrams"] is not None), None)
     table.notes += [
-        f"K = {DRAFT_TOKENS} in every block, no truncation, no prefetch. Counted over whole blocks of real greedy decoding "
-        "with every expert resident (the last, shorter blocks of a text are left out). `unique_draft` is the union of "
-        "routed layer-experts that drafting a block touched.",
+        f"K = {DRAFT_TOKENS} in every block, no truncation, no prefetch. `unique_draft` (the union of routed "
+        "layer-experts that drafting a block touched) and `acceptance` are counted over whole blocks of real greedy "
+        "decoding with every expert resident; the last, shorter blocks of a text are left out.",
         "`acceptance_ctx` is the same ratio with every block started from held-out text, the target's keys and values "
         "before it; its interval is over held-out rows.",
         "`cost` is `draft_s` a drafted token over that of top-1 on the same store in the same run.",
     ]
     if repeats is not None:
         table.notes.append(
-            f"Greedy text of a small model loops, and loops are easy to draft: {100 * float(repeats):.0f}% of the 4-grams "
-            "of the decoded text had occurred before in the same answer."
+            f"Greedy text of a small model loops, and loops are easy to draft: {100 * float(repeats):.0f}% of the "
+            "4-grams of the decoded text had occurred before in the same answer."
         )
     return table
 
@@ -133,13 +141,13 @@ def table_5(run: Run, paper: Paper) -> Table:
         table.views.append(
             View(
                 "",
-                ["loss", "KL", "agree", "router", "acceptance_ctx", "prefetch_hit"],
+                ["loss", "KL", "agree", "router", "acceptance_ctx", "hit"],
                 [
                     [
                         str(r["loss"]),
                         *(text(r[n]) for n in names),
                         text_of(r, "acceptance_ctx"),
-                        text_of(r, "prefetch_hit"),
+                        text(r["prefetch_hit"]),
                     ]
                     for r in table.rows
                 ],
@@ -152,18 +160,19 @@ def table_5(run: Run, paper: Paper) -> Table:
     table.views.append(paper_view(table, ["target", "loss", "KL", "agree", "router", "hit"], keys))
     say_missing(table, table.sources)
     table.notes += [
-        "Losses are added row by row; every trained row starts from the same residual warm-up and takes the same number of "
-        "end-to-end steps (`steps`), fewer than the recipe's own draft experts had.",
+        "Losses are added row by row; every trained row starts from the same residual warm-up and takes the same "
+        "number of end-to-end steps (`steps`), fewer than the recipe's own draft experts had.",
         "KL (nats), `agreement` and `router_agreement` are teacher-forced on held-out rows. The paper heads agreement "
         "`Acc.`; `acceptance_ctx` is acceptance of blocks of 4 started from held-out text.",
-        "`prefetch_hit` is from decoding with prefetch and the recipe's truncation over a host store that is not paced.",
+        "`prefetch_hit` is from decoding with prefetch and the recipe's truncation over an unpaced host store.",
     ]
     trained = run.draft.get("draft-expert")
     if trained:
         table.notes.append(
             "The recipe's own draft experts, fully trained: "
             f"KL {trained['kl']:.2f}, agreement {trained['agreement']:.2f}, "
-            f"router_agreement {trained['router_agreement']:.2f}, acceptance_ctx {trained['acceptance']:.2f} (measured)."
+            f"router_agreement {trained['router_agreement']:.2f}, "
+            f"acceptance_ctx {trained['acceptance']:.2f} (measured)."
         )
     return table
 
@@ -172,9 +181,9 @@ IMPLEMENTED = {
     "Standard SD": "no: every drafter here is the target itself",
     "MoE-SD / MoE-Spec": "budgets only, as the B of confidence-expansion",
     "S-MoE / SpecMoE": "drafter: top-r (r = 1 to k)",
-    "Offload systems": "store: disk or host; policies none, lru, lfu; prefetch on or off",
+    "Offload systems": "store: host or disk; cache policies; prefetch",
     "Dynamic control": "policy: confidence",
-    "DraftExpert": "drafter: draft-expert; policy: confidence-expansion; prefetch",
+    "DraftExpert": "draft-expert, confidence-expansion, prefetch",
 }
 
 
@@ -183,11 +192,9 @@ def table_6(run: Run, paper: Paper) -> Table:
     table = Table(6, paper.table(6).title, ["family", "idea", "difference", "moexp", "tag"])
     table.rows = [{**row, "moexp": IMPLEMENTED.get(row["family"], "no"), "tag": PAPER} for row in paper.table(6).rows]
     table.views = [
-        View("The paper's words", ["family", "idea", "difference"], [
-            [str(row[key]) for key in ("family", "idea", "difference")] for row in table.rows
-        ]),
-        View("What of it runs in moexp", ["family", "moexp"], [[str(r["family"]), str(r["moexp"])] for r in table.rows]),
-    ]  # fmt: skip
+        View(title, ["family", column], [[str(row["family"]), str(row[column])] for row in table.rows])
+        for column, title in (("idea", ""), ("difference", ""), ("moexp", "What of it runs in moexp"))
+    ]
     table.notes = [
         "Qualitative: nothing here is measured. The last column is about this project, the others are the paper's."
     ]

@@ -17,6 +17,7 @@ from moexp.bench.draftexpert_data import (
     Arms,
     Run,
     add_paper,
+    paper_by_platform,
     paper_view,
     present,
     rate,
@@ -38,21 +39,21 @@ def table_2(run: Run, paper: Paper) -> Table:
         + with_ends("tokens_per_s", "speedup", "alpha", "bytes_per_token", "byte_bound")
         + ["byte_bound_share", "ar_bound_share"],
     )
+    table.notes += [
+        "`mean` pools all prompts of all workloads: tokens (counted by ids) over seconds. Prefill is not in it. "
+        "Intervals are 95% bootstrap intervals over prompts, a prompt's arms drawn together.",
+        "`top-r` is the best of all top-r methods that ran: r = 1, 2, 3 with K = 4 (no truncation, no prefetch), and "
+        f"`{TOP_1_FULL}` (`{SHORT[TOP_1_FULL]}`): shared + top-1 with the truncation and prefetch of the full method.",
+        "Byte bound: alpha k / E, the speedup if loading the verified block's experts were all that costs; E is "
+        "`unique_verify` over MoE layers. Loads for drafting and wasted prefetches count against the method.",
+        "`output` is exact where every prompt's token ids equal those of AR in the same run (T = 0).",
+    ]
     for platform in run.platforms:
         _table_2_platform(table, run, platform)
     add_paper(table, paper, workload="mean")
     header = ["target", "platform", "method", "tokens/s", "speedup"]
     table.views.append(paper_view(table, header, ["target", "platform", "method", "tokens_per_s", "speedup"]))
     say_missing(table, run.platforms)
-    table.notes += [
-        "`mean` pools all prompts of all workloads: tokens (counted by ids) over seconds. Prefill is not in it. "
-        "Intervals are 95% bootstrap intervals over prompts, a prompt's arms drawn together.",
-        "`top-r` is the best of all top-r methods that ran: r = 1, 2, 3 with K = 4 (no truncation, no prefetch), and "
-        f"`{TOP_1_FULL}`: shared + top-1 with the very truncation and prefetch of the full method, untrained.",
-        "Byte bound: alpha k / E, the speedup if loading the verified block's experts were all that costs; E is "
-        "`unique_verify` over MoE layers. Loads for drafting and wasted prefetches count against the method.",
-        "`output` is exact where every prompt's token ids equal those of AR in the same run (T = 0).",
-    ]
     return table
 
 
@@ -75,7 +76,7 @@ def _table_2_platform(table: Table, run: Run, platform: Measured) -> None:
         key=lambda m: by_method[m]["mean"]["tokens_per_s"] or 0.0,
         default=None,
     )
-    for method, rows in by_method.items():
+    for rows in by_method.values():
         table.rows += rows.values()
     if best is not None:
         table.rows += [
@@ -174,10 +175,10 @@ def _ar_bound(platform: Measured) -> tuple[float | None, str]:
     bandwidth = statistics.median(samples)
     share = (moved / bandwidth + compute_s) / took
     words = (
-        f"{platform.name}: AR takes {1000 * took:.1f} ms a token; it moves {moved / 1e6:.1f} MB a token, which at "
-        f"{bandwidth / 1e9:.2f} GB/s takes {1000 * moved / bandwidth:.1f} ms, and computes for {1000 * compute_s:.1f} ms "
-        f"(one-token step with every expert resident). That is {share:.2f} of the bound that the two, one after the other, "
-        "set (above 1: they overlap)"
+        f"{platform.name}: AR takes {1000 * took:.1f} ms a token. Its bound is {moved / 1e6:.3g} MB at "
+        f"{bandwidth / 1e9:.3g} GB/s ({1000 * moved / bandwidth:.1f} ms) plus the compute of a one-token step with "
+        f"every expert resident ({1000 * compute_s:.1f} ms), one after the other; AR reaches {share:.2f} of it (above "
+        f"1: the two overlap). Loading adds {took / compute_s - 1:.2f} times the compute"
     )
     return share, words
 
@@ -199,7 +200,7 @@ def _platform_notes(platform: Measured) -> list[str]:
     if "derivation" in probe:
         notes.append(
             f"{platform.name} is emulated: experts in host memory behind a link of "
-            f"{probe['bandwidth_bytes_s'][0] / 1e9:.3f} GB/s = {probe['ar_bytes_per_token'] / 1e6:.2f} MB / "
+            f"{probe['bandwidth_bytes_s'][0] / 1e9:.3g} GB/s = {probe['ar_bytes_per_token'] / 1e6:.3g} MB / "
             f"({probe['ratio']:.2f} x {1000 * probe['compute_s']:.2f} ms). {probe['derivation']}."
         )
     return notes
@@ -226,14 +227,13 @@ def table_4(run: Run, paper: Paper) -> Table:
         ]
         table.rows += rows
         table.sources.append(platform)
-        short = {"confidence-expansion": "conf+exp", "confidence-expansion+prefetch": "conf+exp+prefetch"}
         table.views.append(
             View(
                 f"{platform.name} ({platform.tag})",
-                ["policy", "verify_cost", "hit", "waste", "stall ms/token", "cycle_cost"],
+                ["policy", "verify_cost", "hit", "waste", "stall ms", "cycle_cost"],
                 [
                     [
-                        short.get(str(row["policy"]), str(row["policy"])),
+                        SHORT.get(str(row["policy"]), str(row["policy"])),
                         text_of(row, "verify_cost"),
                         text(row["prefetch_hit"]),
                         text(row["prefetch_waste"]),
@@ -245,18 +245,17 @@ def table_4(run: Run, paper: Paper) -> Table:
             )
         )
     add_paper(table, paper)
-    keys = ["target", "platform", "policy", "verify_cost", "prefetch_hit", "prefetch_waste"]
-    header = ["target", "platform", "policy", "cost", "hit", "waste"]
-    table.views.append(paper_view(table, header, keys))
+    shared, header = ["prefetch_hit", "prefetch_waste"], ["target", "policy", "hit", "waste"]
+    table.views.append(paper_by_platform(table, ["target", "policy"], shared, "verify_cost", header))
     say_missing(table, run.platforms)
     table.notes += [
         "`verify_cost` is the time of verifying a block over that of a one-token AR step, same store, same run.",
-        "Experts that are prefetched while drafting are not loaded by the verifier any more: prefetching moves cost out of "
-        "verification, and what arrives late or in vain moves some of it into drafting. `cycle_cost` is the whole cycle, "
-        "drafting included, over the same AR step, and `stall_s` (a token emitted) counts all waiting for experts.",
-        "`prefetch_hit` is used / prefetched and `prefetch_waste` 1 - hit; of the prefetched, `prefetch_cancelled` were "
-        "dropped before their read began and cost no bytes.",
-        "The rows differ in the policy only from `confidence-expansion` on: `fixed` has the paper's K = 4 (see `settings`).",
+        "Experts that arrive while drafting, prefetched or not, are not loaded by the verifier any more: prefetch "
+        "moves cost out of verification, and some of it into drafting. `cycle_cost` is the whole cycle, drafting "
+        "included, over the same AR step; `stall_s` (a token emitted; in ms above) counts all waiting for experts.",
+        "`prefetch_hit` is used / prefetched and `prefetch_waste` 1 - hit; of the prefetched, `prefetch_cancelled` "
+        "were dropped before their read began and cost no bytes.",
+        "`fixed` has the paper's K = 4, the other policies the recipe's K (`settings` in the CSV).",
     ]
     return table
 

@@ -1,16 +1,15 @@
-"""Platforms that tables are measured on: where the experts are, how fast they arrive, and what a step costs without them.
+"""Platforms that tables are measured on: where the experts are, how fast they arrive, what a step costs without them.
 
 `local-disk` reads real bytes from a real disk (measured). `paced-cg` and `paced-mn` hold the experts in host memory and
 slow the transfers down to the load-to-compute ratio L/c of the DraftExpert paper's platforms (emulated): c is what a
-one-token AR step costs here with every expert resident, L = ratio x c is what bringing in its experts is to cost, so the
-link carries (bytes of an AR step) / L. Speedups depend on the ratio, not on either time alone.
+one-token AR step costs here with every expert resident, L = ratio x c is what bringing in its experts is to cost, so
+the link carries (bytes of an AR step) / L. Speedups depend on the ratio, not on either time alone.
 """
 
 from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -131,12 +130,16 @@ def store_section(platform: Platform, base: StoreSection, bandwidth_bytes_s: flo
     return StoreSection(kind=platform.kind, policy="none", io_threads=base.io_threads, pace=pace)
 
 
-def probe(platform: Platform, target: Target, base: StoreSection, jobs: Sequence[Job]) -> dict[str, Any]:
+def probe(platform: Platform, target: Target, base: StoreSection, job: Job, *, compute: bool = True) -> dict[str, Any]:
     """What a step costs without loading, and what the link carries; plain JSON.
 
     `compute_s` is the median one-token AR step with all experts resident (None where they do not fit in memory).
     On disk, `bandwidth_bytes_s` is to list O_DIRECT samples at the store's own read size and concurrency; a paced
     platform has its derived link there instead.
+
+    Args:
+        job: decoded for `compute_s`.
+        compute: whether that is wanted; a paced platform cannot do without.
 
     Raises:
         MoexpError: a paced platform whose experts do not fit in memory.
@@ -150,9 +153,10 @@ def probe(platform: Platform, target: Target, base: StoreSection, jobs: Sequence
         "ar_bytes_per_token": expert_bytes * spec.experts_per_token,
         "compute_s": None,
     }
-    fits = 2 * expert_bytes * spec.num_layer_experts < _available_bytes()
+    wanted = compute or platform.paced
+    fits = wanted and 2 * expert_bytes * spec.num_layer_experts < _available_bytes()
     if fits:
-        found["compute_s"] = measure_compute(target, jobs[0])
+        found["compute_s"] = measure_compute(target, job)
     if platform.kind == "disk":
         # Samples are taken while the methods run (`sample_bandwidth`): a disk's speed drifts as theirs does.
         found |= {"read_bytes": expert_bytes // READ_SPLITS, "threads": base.io_threads, "bandwidth_bytes_s": []}

@@ -26,6 +26,7 @@ from moexp.records import RecordWriter, RequestRecord, StepRecord, read_records
 from moexp.report import PROBE, PROVENANCE, REQUESTS, SETTINGS, STEPS
 from moexp.runtime.decode import Method, decode_all
 from moexp.runtime.forward import Engine
+from moexp.runtime.kv import BlockCacheLayer
 from moexp.runtime.verify import Sampling
 
 
@@ -53,7 +54,8 @@ class PromptEngine(Engine):
         prompt = tuple(ids)
         if prompt and prompt == self._held and self.cache is self._held_in:
             for layer in self.cache.layers:
-                layer.length = len(prompt)  # type: ignore[attr-defined]
+                assert isinstance(layer, BlockCacheLayer)
+                layer.length = len(prompt)
             return
         self._held_in = None  # whatever stops the prefill, what the cache holds then is not a prompt
         super().prefill(ids)

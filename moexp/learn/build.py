@@ -41,9 +41,7 @@ def build_target(recipe: Recipe, folder: Path, *, cache: Path, provenance: dict[
         if not (folder / "config.json").exists():
             _build_tiny(section, folder, recipe.seed)
     elif section.kind == "hub":
-        raise MoexpError(
-            "nothing to build: the target is a checkpoint", where="target.kind", valid="carved or tiny"
-        )
+        raise MoexpError("nothing to build: the target is a checkpoint", where="target.kind", valid="carved or tiny")
     elif not (folder / MANIFEST).exists():
         _build_carved(recipe, folder, cache, provenance)
     if section.pad_expert_width is None:
@@ -77,10 +75,6 @@ def _build_carved(recipe: Recipe, folder: Path, cache: Path, provenance: dict[st
     work = folder.with_name(folder.name + ".work")
     with stage("Dense model", None):
         dense = load_dense(section.source, cache=cache, path=section.path, revision=section.revision)
-    rows_NL = corpus_rows(
-        section.corpus, dense.model, dense.tokenizer, work / "corpus", author="dense", seed=recipe.seed
-    )
-    held_NL, train_NL = rows_NL[:HELD_OUT_ROWS], rows_NL[HELD_OUT_ROWS:]
     geometry = Geometry(
         shared_neurons=section.carve.shared_neurons,
         routed_experts=section.carve.routed_experts,
@@ -88,6 +82,11 @@ def _build_carved(recipe: Recipe, folder: Path, cache: Path, provenance: dict[st
         expert_width=section.carve.expert_width,
         cluster_rounds=section.carve.cluster_rounds,
     )
+    geometry.neurons_per_expert(dense.model.config.intermediate_size)  # a bad one is known before any work
+    rows_NL = corpus_rows(
+        section.corpus, dense.model, dense.tokenizer, work / "corpus", author="dense", seed=recipe.seed
+    )
+    held_NL, train_NL = rows_NL[:HELD_OUT_ROWS], rows_NL[HELD_OUT_ROWS:]
     model, groups = _carve(dense, train_NL, geometry, section.carve.calibration_tokens)
     quality = {"carved": measure_quality(model, dense.model, held_NL).as_dict()}
     _repair(model, dense, groups, train_NL, recipe, work / "repair")
@@ -112,9 +111,6 @@ def _carve(
     dense: Dense, train_NL: Tensor, geometry: Geometry, calibration_tokens: int
 ) -> tuple[Glm4MoeForCausalLM, list[Tensor]]:
     layers = range(1, dense.model.config.num_hidden_layers)
-    geometry.neurons_per_expert(
-        dense.model.config.intermediate_size
-    )  # a bad geometry is known before any work
     rows = max(1, calibration_tokens // train_NL.shape[1])
     with stage("Calibrate", None):
         calibration = calibrate(dense.model, iter(train_NL[:rows].long().split(8)), layers)
@@ -152,12 +148,8 @@ def _repair_settings(recipe: Recipe) -> RepairSettings:
     layerwise_share = 0.35
     cap = section.max_minutes
     return RepairSettings(
-        layerwise=Schedule(
-            section.layerwise_steps, section.layerwise_lr, max_minutes=cap and cap * layerwise_share
-        ),
-        end_to_end=Schedule(
-            section.e2e_steps, section.e2e_lr, max_minutes=cap and cap * (1 - layerwise_share)
-        ),
+        layerwise=Schedule(section.layerwise_steps, section.layerwise_lr, max_minutes=cap and cap * layerwise_share),
+        end_to_end=Schedule(section.e2e_steps, section.e2e_lr, max_minutes=cap and cap * (1 - layerwise_share)),
         layerwise_rows=section.layerwise_rows,
         rows=section.rows,
         router_weight=section.router_weight,

@@ -69,9 +69,7 @@ def write_streams(
     """
     rows, length = settings.rows, settings.length
     generator = torch.Generator().manual_seed(settings.seed)
-    temperature_B = torch.tensor(
-        [settings.temperatures[row % len(settings.temperatures)] for row in range(rows)]
-    )
+    temperature_B = torch.tensor([settings.temperatures[row % len(settings.temperatures)] for row in range(rows)])
     writers = [_Writer(scripts, stop_ids, end_id) for _ in range(rows)]
     tokens_BL = torch.zeros(rows, length, dtype=torch.long)
     written_BL = torch.zeros(rows, length, dtype=torch.bool)

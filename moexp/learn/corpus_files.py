@@ -52,9 +52,7 @@ def load_rows(file: Path, tokenizer: PreTrainedTokenizerBase) -> Tensor:
     except (OSError, pa.ArrowInvalid, KeyError) as error:
         raise MoexpError(f"not a corpus: {str(error).splitlines()[0]}", where=str(file)) from error
     if metadata.get("tokenizer") != tokenizer_id(tokenizer):
-        raise MoexpError(
-            "a corpus of another tokenizer", where=str(file), valid=f"tokenizer {tokenizer_id(tokenizer)}"
-        )
+        raise MoexpError("a corpus of another tokenizer", where=str(file), valid=f"tokenizer {tokenizer_id(tokenizer)}")
     values = column.flatten().to_numpy(zero_copy_only=False).astype(np.int32)
     return torch.from_numpy(values.reshape(len(table), -1))
 
@@ -82,12 +80,9 @@ def corpus_rows(
     if section.source == "shipped":
         files = shipped_corpora(author)
         if not files:
-            raise MoexpError(
-                f"no corpus by {author} is shipped", where="corpus.source", valid="source: write"
-            )
+            raise MoexpError(f"no corpus by {author} is shipped", where="corpus.source", valid="source: write")
     else:
-        write_corpus(section, model, tokenizer, folder, author=author, seed=seed)
-        files = sorted(folder.glob("*/rows.parquet"))
+        files = write_corpus(section, model, tokenizer, folder, author=author, seed=seed)
     rows_NL = torch.cat([load_rows(file, tokenizer) for file in files])
     order = torch.randperm(len(rows_NL), generator=torch.Generator().manual_seed(seed))
     return rows_NL[order][: max(1, section.tokens // rows_NL.shape[1])]
@@ -101,8 +96,12 @@ def write_corpus(
     *,
     author: str,
     seed: int,
-) -> None:
-    """Lets `model` write `section.tokens` tokens into `folder`, one subfolder a batch; finished batches are kept."""
+) -> list[Path]:
+    """Lets `model` write `section.tokens` tokens into `folder`, one subfolder a batch; finished batches are kept.
+
+    Returns:
+        the batches' files, in order: the same for the same section and seed, whatever else lies in `folder`.
+    """
     per_batch = section.rows * section.length
     batches = -(-section.tokens // per_batch)
     _, _, end_id = chat_frame(tokenizer)
@@ -123,8 +122,8 @@ def write_corpus(
             def on_step(done: int, start: int = start) -> None:
                 advance(start + done)
 
-            streams = write_streams(
-                model, scripts(tokenizer, seed * 1000 + batch), settings, stop_ids=stop_ids, end_id=end_id, on_step=on_step
-            )
+            lines = scripts(tokenizer, seed * 1000 + batch)
+            streams = write_streams(model, lines, settings, stop_ids=stop_ids, end_id=end_id, on_step=on_step)
             with new_folder(place) as into:
                 save_rows(into / "rows.parquet", streams.tokens, tokenizer, author)
+    return [folder / f"{batch:03d}" / "rows.parquet" for batch in range(batches)]

@@ -64,9 +64,7 @@ def warm_up(
     """Stage one, in place: each draft expert (fp32) against equation 6's residual, on the target's own hidden
     states.
     """
-    _train(
-        path, settings.warmup, _warmup_step(path, corpus_NL, settings), 100.0, checkpoint, identity, on_step
-    )
+    _train(path, settings.warmup, _warmup_step(path, corpus_NL, settings), 100.0, checkpoint, identity, on_step)
 
 
 def distill(
@@ -119,9 +117,7 @@ def _main_step(path: DraftPath, corpus_NL: Tensor, settings: DistillSettings) ->
         rows_BL = corpus_NL[batch_rows(len(corpus_NL), settings.rows, step, settings.seed + 1)].long()
         cache = DynamicCache(config=model.config)
         with torch.no_grad(), path.recording("all" if weights.residual else "routing"):
-            target_TH = model.model(input_ids=rows_BL, cache=cache, use_cache=True).last_hidden_state.flatten(
-                0, 1
-            )
+            target_TH = model.model(input_ids=rows_BL, cache=cache, use_cache=True).last_hidden_state.flatten(0, 1)
         with path.drafting(losses=True) as sums, torch.autocast("cpu", dtype=torch.bfloat16):
             if settings.context == "teacher-kv":
                 length = rows_BL.shape[1]

@@ -52,6 +52,11 @@ def router_distribution(logits_TE: Tensor, scoring: Scoring) -> Tensor:
     return log_score_TE - log_score_TE.logsumexp(-1, keepdim=True)
 
 
+def _as_the_target(routed: nn.Module, hidden_TH: Tensor, index_Tr: Tensor, weight_Tr: Tensor) -> Tensor:
+    output_TH: Tensor = routed(hidden_TH, index_Tr, weight_Tr)
+    return output_TH
+
+
 def relative_error(made_TH: Tensor, wanted_TH: Tensor) -> Tensor:
     """Mean over tokens of |made - wanted|^2, each relative to a robust mean of its own power and the batch's.
 
@@ -71,22 +76,25 @@ class DraftPath:
         model: frozen causal language model with its experts in memory.
         experts: the draft experts; None drafts with shared + top-r alone.
         top_r: routed experts a drafted token uses.
+        same_kernels: compute the routed experts of a draft as the target's are computed, for measuring: otherwise the
+            rounding of two kernels alone flips routings, and with them one argmax in twenty. Training takes the faster.
     """
 
-    def __init__(self, model: PreTrainedModel, experts: DraftExperts | None, top_r: int = 1) -> None:
+    def __init__(
+        self, model: PreTrainedModel, experts: DraftExperts | None, top_r: int = 1, *, same_kernels: bool = False
+    ) -> None:
         self.spec = MoESpec.from_config(model.config)
         self.family: Family = family_of(model.config.model_type)
         self.model, self.experts, self.top_r = model, experts, top_r
         self.scoring: Scoring = "sigmoid" if self.family.routing == "sigmoid" else "softmax"
+        self.same_kernels = same_kernels
         self.mode: Literal["target", "draft"] = "target"
         self.teacher: dict[int, LayerTeacher] = {}
         self.losses: LayerLosses | None = None
         self.predicted: dict[int, Tensor] | None = None
         self.warming: list[float] | None = None
         self._keep: Literal["none", "routing", "all"] = "none"
-        model.set_experts_implementation(
-            training_implementation(self.spec.num_experts, self.spec.expert_width)
-        )
+        model.set_experts_implementation(training_implementation(self.spec.num_experts, self.spec.expert_width))
         for layer in self.spec.moe_layers:
             block = model.model.layers[layer].mlp
             block.forward = self._block_forward(layer, block)
@@ -116,7 +124,7 @@ class DraftPath:
         router = getattr(block, self.family.router)
         routed = getattr(block, self.family.experts)
         shared = getattr(block, self.family.shared) if self.family.shared else None
-        few = ALL_EXPERTS_FUNCTIONS["grouped_mm"]  # one expert a token: sorting beats computing all of them
+        few = _as_the_target if self.same_kernels else ALL_EXPERTS_FUNCTIONS["grouped_mm"]
 
         def forward(hidden: Tensor) -> Tensor:
             hidden_TH = hidden.reshape(-1, hidden.shape[-1])

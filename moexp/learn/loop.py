@@ -91,9 +91,7 @@ def train(
     """
     parameters = list(named.values())
     scales = [next((s for key, s in (lr_scale or {}).items() if name.startswith(key)), 1.0) for name in named]
-    groups = [
-        {"params": [parameter], "scale": scale} for parameter, scale in zip(parameters, scales, strict=True)
-    ]
+    groups = [{"params": [parameter], "scale": scale} for parameter, scale in zip(parameters, scales, strict=True)]
     optimizer = torch.optim.AdamW(groups, lr=schedule.lr, betas=betas, weight_decay=0.0, fused=True)
     extra = extra or {}
     step, before_s = (0, 0.0) if checkpoint is None else _resume(checkpoint, named, extra, optimizer, identity)

@@ -66,9 +66,7 @@ def measure_agreement(path: DraftPath, rows_NL: Tensor, batch: int = 8) -> Agree
 
 
 @torch.no_grad()
-def measure_acceptance(
-    path: DraftPath, rows_NL: Tensor, starts: list[int], draft_length: int = 4
-) -> Acceptance:
+def measure_acceptance(path: DraftPath, rows_NL: Tensor, starts: list[int], draft_length: int = 4) -> Acceptance:
     """Greedy acceptance from held-out contexts.
 
     At every position in `starts`, the target's KV holds the context before it, the draft path proposes K tokens
@@ -86,9 +84,7 @@ def measure_acceptance(
         fed = context_NL[:, -1:]
         drafts = []
         drafting_cache = copy.deepcopy(cache)
-        union_draft = torch.zeros(
-            len(fed), len(path.spec.moe_layers), path.spec.num_experts, dtype=torch.bool
-        )
+        union_draft = torch.zeros(len(fed), len(path.spec.moe_layers), path.spec.num_experts, dtype=torch.bool)
         for _ in range(draft_length):
             path.predicted = {}
             with path.drafting():

@@ -48,9 +48,7 @@ class Quality:
 
 
 @torch.no_grad()
-def measure_quality(
-    model: Glm4MoeForCausalLM, dense: LlamaForCausalLM, held_NL: Tensor, batch: int = 8
-) -> Quality:
+def measure_quality(model: Glm4MoeForCausalLM, dense: LlamaForCausalLM, held_NL: Tensor, batch: int = 8) -> Quality:
     """Teacher-forced on held-out rows; loss is on the text's own next token."""
     model.eval()
     top_k = model.config.num_experts_per_tok
@@ -70,9 +68,7 @@ def measure_quality(
                     dense_TH = _hidden(dense, rows_BL)
                     dense_nats += float(F.cross_entropy(_logits(dense_TH, dense), next_T, reduction="sum"))
                     head_VH = dense.lm_head.weight
-                    result = logit_loss(
-                        hidden_TH, dense_TH, model.lm_head.weight.to(hidden_TH.dtype), head_VH
-                    )
+                    result = logit_loss(hidden_TH, dense_TH, model.lm_head.weight.to(hidden_TH.dtype), head_VH)
                     kl, agree, tokens = kl + result.kl, agree + result.agree, tokens + result.tokens
                     _count_loads(model, rows_BL, loads)
         nats[f"top-{routed}"] = total / tokens

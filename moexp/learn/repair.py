@@ -64,15 +64,12 @@ class LoadBalancer:
         self._gates = [block.gate for block in moe_layers(model).values()]
         self._loads = [torch.zeros(gate.num_experts) for gate in self._gates]
         self._handles = [
-            gate.register_forward_hook(self._counter(load))
-            for gate, load in zip(self._gates, self._loads, strict=True)
+            gate.register_forward_hook(self._counter(load)) for gate, load in zip(self._gates, self._loads, strict=True)
         ]
 
     @staticmethod
     def _counter(load_E: Tensor) -> Callable[..., None]:
-        def count(
-            _module: nn.Module, _args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]
-        ) -> None:
+        def count(_module: nn.Module, _args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
             load_E.add_(torch.bincount(output[2].flatten(), minlength=len(load_E)))
 
         return count
@@ -125,9 +122,7 @@ def repair_layerwise(
     for (layer, block), groups_En in zip(blocks.items(), groups, strict=True):
         mlp = dense.model.layers[layer].mlp
         norm_N = mlp.down_proj.weight.float().norm(dim=0)
-        handles.append(
-            mlp.down_proj.register_forward_pre_hook(_keep_energy(energies, layer, norm_N, groups_En))
-        )
+        handles.append(mlp.down_proj.register_forward_pre_hook(_keep_energy(energies, layer, norm_N, groups_En)))
         handles.append(mlp.register_forward_hook(_learn_block(block, energies, layer, settings, errors)))
     balancer = LoadBalancer(student, settings.bias_rate)
 
@@ -139,9 +134,7 @@ def repair_layerwise(
         return {"residual": sum(errors) / len(errors), "load": balancer.update()}
 
     names = {
-        f"{layer}.{name}": parameter
-        for layer, block in blocks.items()
-        for name, parameter in block.named_parameters()
+        f"{layer}.{name}": parameter for layer, block in blocks.items() for name, parameter in block.named_parameters()
     }
     try:
         # one clip over all layers would let one layer's spike starve the others: the loss of each is its own
@@ -161,14 +154,10 @@ def repair_layerwise(
             handle.remove()
 
 
-def _keep_energy(
-    energies: dict[int, Tensor], layer: int, norm_N: Tensor, groups_En: Tensor
-) -> Callable[..., None]:
+def _keep_energy(energies: dict[int, Tensor], layer: int, norm_N: Tensor, groups_En: Tensor) -> Callable[..., None]:
     def hook(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
         contribution_TN = args[0].flatten(0, 1).float() * norm_N
-        energies[layer] = (
-            contribution_TN.square()[:, groups_En.flatten()].unflatten(1, groups_En.shape).sum(-1)
-        )
+        energies[layer] = contribution_TN.square()[:, groups_En.flatten()].unflatten(1, groups_En.shape).sum(-1)
 
     return hook
 

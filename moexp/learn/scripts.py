@@ -50,9 +50,7 @@ def scripts(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Script]:
     draw = random.Random(seed)
     while True:
         kind = draw.choices(list(kinds), weights=[kinds[name]["weight"] for name in kinds])[0]
-        words = draw.choice(kinds[kind]["openings"]).format(
-            name=draw.choice(names), number=draw.randint(2, 200)
-        )
+        words = draw.choice(kinds[kind]["openings"]).format(name=draw.choice(names), number=draw.randint(2, 200))
         opening_ids = tokenizer.encode(words, add_special_tokens=False) if words else []
         yield (
             Part((*before_ids, *opening_ids), kinds[kind]["question_tokens"]),

@@ -125,24 +125,22 @@ def _watcher(name: str, advance: Advance, log: list[dict[str, Any]] | None) -> C
 
 
 def context_starts(length: int) -> list[int]:
-    """Where held-out blocks start in rows of `length` tokens: those of `CONTEXT_STARTS` that have text before them."""
+    """Where held-out blocks start in rows of `length` tokens: those of `CONTEXT_STARTS` with text before them."""
     return [start for start in CONTEXT_STARTS if start <= length] or [length // 2]
 
 
-def measure(
-    bench: Bench, experts: DraftExperts | None, top_r: int = 1, draft_length: int = 4
-) -> dict[str, Any]:
+def measure(bench: Bench, experts: DraftExperts | None, top_r: int = 1, draft_length: int = 4) -> dict[str, Any]:
     """Agreement, KL, router agreement and acceptance on the held-out rows."""
     held = experts.to(bench.model.dtype) if experts is not None else None
-    path = DraftPath(bench.model, held, top_r=top_r)
+    path = DraftPath(bench.model, held, top_r=top_r, same_kernels=True)
     agreement: Agreement = measure_agreement(path, bench.held_NL)
-    acceptance: Acceptance = measure_acceptance(path, bench.held_NL, context_starts(bench.held_NL.shape[1]), draft_length)
+    acceptance: Acceptance = measure_acceptance(
+        path, bench.held_NL, context_starts(bench.held_NL.shape[1]), draft_length
+    )
     return {**asdict(agreement), **asdict(acceptance)}
 
 
-def train_draft_expert(
-    recipe: Recipe, target: Path, out: Path, *, provenance: dict[str, Any]
-) -> dict[str, Any]:
+def train_draft_expert(recipe: Recipe, target: Path, out: Path, *, provenance: dict[str, Any]) -> dict[str, Any]:
     """Trains and saves the recipe's draft experts for the target in `target`; returns what was measured."""
     work = out.with_name(out.name + ".work")
     bench = open_bench(recipe, target, work)

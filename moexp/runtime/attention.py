@@ -1,20 +1,29 @@
 """Attention of one decoder layer over the block cache: transformers' own module, or a restructured grouped-query one.
 
-Shape suffixes: T rows of a block, H hidden size, N query heads, M key/value heads, G = N / M, D head dimension, R rotary
-dimensions, K padded key/value length.
+Either way a block's own keys and values are computed from its rows alone, written into the cache, and attended to
+together with those before: nothing is ever recomputed over the whole padded length, whose kernels would change with
+it.
+
+Shape suffixes: T rows of a block, H hidden size, N query heads, M key/value heads, G = N / M, D head dimension,
+R rotary dimensions, P positions, K padded key/value length.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moexp.runtime.kv import BlockCache, BlockCacheLayer
+from moexp.runtime.kv import BlockCache
 from moexp.runtime.linear import fuse_linears, make_linear
+
+BLOCK_ATTENTION = "moexp_block"
+"""Name under which transformers' attention modules find `attend_block`."""
 
 
 @dataclass
@@ -23,46 +32,99 @@ class BlockContext:
 
     Attributes:
         rows: T, padding included.
-        start: position of the first row.
         mask_TK: additive causal mask.
+        mask_GTK: the same, repeated for each query head of a group, [G * T, K], where a group's queries are packed
+            into one problem; None where they are not.
         cache: where keys and values go.
         rotary: cos_T1R and signed sin_T1R (restructured attention), or what the model's own rotary module gave.
-        mask_GTK: the mask repeated for each query head of a group, [G * T, K], where the restructured attention packs
-            a group's queries into one problem.
         positions: [1, T], for transformers' own modules.
     """
 
     rows: int
-    start: int
     mask_TK: Tensor
+    mask_GTK: Tensor | None
     cache: BlockCache
-    rotary: Any = None
-    mask_GTK: Tensor | None = None
+    rotary: Any
     positions: Tensor | None = None
 
 
-class ModuleAttention:
-    """transformers' own attention module."""
+def attend_block(
+    q_1NTD: Tensor, k_1MTD: Tensor, v_1MTD: Tensor, block: BlockContext, layer: int, scaling: float
+) -> Tensor:
+    """Write the block's keys and values into the cache, and attend to all up to each row's own.
 
-    def __init__(self, module: nn.Module) -> None:
+    Returns:
+        [T, N, D of the values].
+    """
+    rows, heads, kv_heads = block.rows, q_1NTD.shape[1], k_1MTD.shape[1]
+    group, value_dim = heads // kv_heads, v_1MTD.shape[-1]
+    if value_dim < k_1MTD.shape[-1] and v_1MTD.device.type == "cpu":
+        # torch's fused CPU attention wants equal dimensions; its fallback sums over the padded length in one product.
+        v_1MTD = F.pad(v_1MTD, (0, k_1MTD.shape[-1] - value_dim))
+    keys, values = block.cache.update(k_1MTD, v_1MTD, layer)
+    q_MGTD = q_1NTD.view(kv_heads, group, rows, -1)
+    if block.mask_GTK is not None:
+        query, mask = q_MGTD.reshape(1, kv_heads, group * rows, -1), block.mask_GTK
+    else:  # many rows: one problem a query head, over the same keys (expanded, not copied)
+        query, mask = q_MGTD, block.mask_TK
+        keys = keys[0, :, None].expand(-1, group, -1, -1)
+        values = values[0, :, None].expand(-1, group, -1, -1)
+    mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+    mixed_TND = mixed.reshape(kv_heads, group, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads, -1)
+    return mixed_TND[..., :value_dim]
+
+
+def _module_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    moexp_block: BlockContext,
+    scaling: float,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    return attend_block(query, key, value, moexp_block, module.layer_idx, scaling)[None], None
+
+
+ALL_ATTENTION_FUNCTIONS.register(BLOCK_ATTENTION, _module_attention)
+
+
+class ModuleAttention:
+    """transformers' own attention module, with `attend_block` in the place of its attention function.
+
+    It is called without a cache, so that it computes keys and values of the block's rows alone (latent attention
+    would otherwise expand the whole cache anew each step).
+    """
+
+    def __init__(self, module: Any) -> None:
         self.module = module
+        self.config = copy.copy(module.config)
+        self.config._attn_implementation = BLOCK_ATTENTION
 
     def __call__(self, x_TH: Tensor, block: BlockContext) -> Tensor:
-        output, *_ = self.module(
-            hidden_states=x_TH[None],
-            position_embeddings=block.rotary,
-            attention_mask=block.mask_TK[None, None],
-            cache=block.cache,
-            position_ids=block.positions,
-        )
+        module = self.module
+        # The target may be run otherwise as well: it keeps its own attention function between our calls.
+        module.config, own = self.config, module.config
+        try:
+            output, *_ = module(
+                hidden_states=x_TH[None],
+                position_embeddings=block.rotary,
+                attention_mask=block.mask_TK,
+                cache=None,
+                position_ids=block.positions,
+                moexp_block=block,
+            )
+        finally:
+            module.config = own
         return output[0]
 
 
 class GroupedAttention:
     """Grouped-query attention with rotate-half rotary positions, with few kernel calls.
 
-    Query, key and value are one multiplication; rotary positions are applied to queries and keys together, in place; the
-    G queries that share a key head are rows of one attention problem, so keys are never repeated.
+    Query, key and value are one multiplication; rotary positions are applied to queries and keys together, in place.
 
     Args:
         module: a transformers attention module with q_proj, k_proj, v_proj, o_proj (and perhaps q_norm, k_norm).
@@ -77,41 +139,23 @@ class GroupedAttention:
         self.out = make_linear(module.o_proj.weight, module.o_proj.bias, rows=rows, pack=pack)
         self.layer = layer
         self.heads, self.kv_heads = num_heads, num_kv_heads
-        self.group = num_heads // num_kv_heads
-        self.head_dim = module.head_dim
-        self.scaling = module.scaling
+        self.head_dim, self.scaling = module.head_dim, module.scaling
         # Qwen3 always normalises queries and keys a head, GLM-4.5 where its config says so.
-        normed = hasattr(module, "q_norm")
-        self.norms = (module.q_norm, module.k_norm) if normed else None
+        self.norms = (module.q_norm, module.k_norm) if hasattr(module, "q_norm") else None
 
     def __call__(self, x_TH: Tensor, block: BlockContext) -> Tensor:
-        rows, heads, kv_heads, dim = block.rows, self.heads, self.kv_heads, self.head_dim
-        qkv_TND = self.qkv(x_TH).view(rows, heads + 2 * kv_heads, dim)
+        heads, keys_end = self.heads, self.heads + self.kv_heads
+        qkv_TND = self.qkv(x_TH).view(block.rows, keys_end + self.kv_heads, self.head_dim)
         if self.norms is not None:
-            self._normalise(qkv_TND)
-        rotate_half_(qkv_TND[:, : heads + kv_heads], *block.rotary)
-        cache = block.cache.layers[self.layer]
-        assert isinstance(cache, BlockCacheLayer)
-        kv_MTD = qkv_TND[:, heads:].transpose(0, 1)
-        keys_1MKD, values_1MKD = cache.update(kv_MTD[None, :kv_heads], kv_MTD[None, kv_heads:])
-        q_MGTD = qkv_TND[:, :heads].view(rows, kv_heads, self.group, dim).permute(1, 2, 0, 3)
-        if block.mask_GTK is not None:
-            q_MGTD = q_MGTD.reshape(1, kv_heads, self.group * rows, dim)
-            mask = block.mask_GTK
-        else:  # many rows: one problem a query head, over the same keys (expanded, not copied)
-            keys_1MKD = keys_1MKD[0, :, None].expand(-1, self.group, -1, -1)
-            values_1MKD = values_1MKD[0, :, None].expand(-1, self.group, -1, -1)
-            mask = block.mask_TK
-        mixed = F.scaled_dot_product_attention(q_MGTD, keys_1MKD, values_1MKD, attn_mask=mask, scale=self.scaling)
-        mixed_TND = mixed.reshape(kv_heads, self.group, rows, dim).permute(2, 0, 1, 3)
-        return self.out(mixed_TND.reshape(rows, heads * dim))
-
-    def _normalise(self, qkv_TND: Tensor) -> None:
-        heads, kv_heads = self.heads, self.kv_heads
-        assert self.norms is not None
-        for norm, span in zip(self.norms, (slice(0, heads), slice(heads, heads + kv_heads)), strict=True):
-            x = qkv_TND[:, span]
-            qkv_TND[:, span] = F.rms_norm(x, (self.head_dim,), norm.weight, norm.variance_epsilon)
+            for norm, span in zip(self.norms, (slice(0, heads), slice(heads, keys_end)), strict=True):
+                normed = F.rms_norm(qkv_TND[:, span], (self.head_dim,), norm.weight, norm.variance_epsilon)
+                qkv_TND[:, span] = normed
+        rotate_half_(qkv_TND[:, :keys_end], *block.rotary)
+        qkv_1NTD = qkv_TND.transpose(0, 1)[None]
+        mixed_TND = attend_block(
+            qkv_1NTD[:, :heads], qkv_1NTD[:, heads:keys_end], qkv_1NTD[:, keys_end:], block, self.layer, self.scaling
+        )
+        return self.out(mixed_TND.reshape(block.rows, -1))
 
 
 def rotate_half_(x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> None:

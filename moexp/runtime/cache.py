@@ -45,7 +45,7 @@ class LeastRecent:
         self._order.move_to_end(key)
 
     def on_drop(self, key: ExpertKey) -> None:
-        del self._order[key]
+        self._order.pop(key, None)
 
     def victim(self, allowed: Callable[[ExpertKey], bool]) -> ExpertKey | None:
         return next((key for key in self._order if allowed(key)), None)
@@ -88,7 +88,7 @@ class LeastFrequent:
         self._rank[key] = (count, self._touch)
 
     def on_drop(self, key: ExpertKey) -> None:
-        del self._rank[key]
+        self._rank.pop(key, None)
 
     def victim(self, allowed: Callable[[ExpertKey], bool]) -> ExpertKey | None:
         refused = []

@@ -1,7 +1,7 @@
 """The decoding loop: propose, predict, select, prefetch, verify, commit. One StepRecord a cycle, for every method.
 
-Every emitted token comes from a decoding step: the prompt is prefilled but for its last token, which is the first pending
-one. So AR and speculation, first token and last, all see the same step shape.
+Every emitted token comes from a decoding step: the prompt is prefilled but for its last token, which is the first
+pending one. So AR and speculation, first token and last, all see the same step shape.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Method:
         tau: confidence below which a token is doubtful.
         budget: layer-experts that a doubtful token may add (B), or "cache": the room left in the expert cache.
         prefetch: launch predicted verifier experts while drafting.
-        prefetch_inline: launch them layer by layer within the draft step (its input token is verified whatever becomes of
-            the token it drafts), not only once the drafted token is kept (Algorithm 1, line 13).
+        prefetch_inline: launch them layer by layer within the draft step (its input token is verified whatever
+            becomes of the token it drafts), not only once the drafted token is kept (Algorithm 1, line 13).
         lookahead: one more draft step for the experts of the block's last token.
         name: for records; by default made from the above.
     """

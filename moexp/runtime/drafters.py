@@ -1,8 +1,8 @@
 """Self-drafting: the target itself on a cheaper path through its MoE layers, one token at a time.
 
-A drafted block is [pending token, d_1 .. d_K]. Draft step i runs token i - 1 of the block and gives d_i and, from the draft
-path's router, the experts that the verifier will probably want for token i - 1. Steps write keys and values behind the
-verified prefix; the caller rolls them back before verification, which overwrites them.
+A drafted block is [pending token, d_1 .. d_K]. Draft step i runs token i - 1 of the block and gives d_i and, from
+the draft path's router, the experts that the verifier will probably want for token i - 1. Steps write keys and
+values behind the verified prefix; the caller rolls them back before verification, which overwrites them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The engine: one step of the target over a key/value cache and an expert store, for AR, drafting and verification.
 
-**One step shape.** A decoding step always runs `block` rows, of which the first `live` count and the rest is padding; keys are
-padded to a multiple of `kv_multiple` under a mask. The kernels then are the same whatever the row's place in the block, its
-neighbours or what lies behind it in the cache, and so are the bits of its logits: AR decoding (one live row) and
-verification (several) cannot differ. Prefill runs in chunks of its own fixed shape, the same for every method.
-Draft steps may run fewer rows: drafts need not be exact.
+**One step shape.** A decoding step always runs `block` rows, of which the first `live` count and the rest is
+padding; keys are padded to a multiple of `kv_multiple` under a mask. The kernels then are the same whatever the
+row's place in the block, its neighbours or what lies behind it in the cache, and so are the bits of its logits: AR
+decoding (one live row) and verification (several) cannot differ. Prefill runs in chunks of its own fixed shape, the
+same for every method. Draft steps may run fewer rows: drafts need not be exact.
 
 Shape suffixes: T rows of a block (B live ones of it), H hidden size, V vocabulary, L MoE layers, k top-k.
 """
@@ -109,6 +109,9 @@ class Engine:
         self.dtype, self.device = target.dtype, target.device
         self.kv_multiple = kv_multiple or (512 if self.dtype == torch.float32 else 128)
         self.draft_experts = draft_experts
+        # Latent attention has as many expanded key heads as query heads, whatever its config calls them.
+        latent = hasattr(target.model.config, "kv_lora_rank")
+        self._group = 1 if latent else self.spec.num_heads // self.spec.num_kv_heads
         self._fused = restructured and target.family.attention == "gqa"
         self._build_layers(restructured, pack and restructured)
         self._layer_offsets_L1 = np.arange(len(self.spec.moe_layers))[:, None] * self.spec.num_experts
@@ -195,19 +198,15 @@ class Engine:
 
     def _context(self, rows: int, start: int) -> BlockContext:
         padded = padded_length(start + rows, self.kv_multiple)
-        mask_TK = self._masks.block(rows, start, padded)
-        block = BlockContext(rows, start, mask_TK, self.cache)
+        mask_TK, mask_GTK = self._masks.block(rows, start, padded), None
+        if rows <= self.block:
+            mask_GTK = self._masks.block(rows, start, padded, repeat=self._group)
         if self._fused:
-            block.rotary = self._rotary.block(start, rows)
-            if rows <= self.block:
-                group = self.spec.num_heads // self.spec.num_kv_heads
-                block.mask_GTK = self._masks.block(rows, start, padded, repeat=group)
-        else:
-            positions = torch.arange(start, start + rows, device=self.device)[None]
-            like = torch.zeros(1, dtype=self.dtype, device=self.device)
-            block.rotary = self._base.rotary_emb(like, positions)
-            block.positions = positions
-        return block
+            return BlockContext(rows, mask_TK, mask_GTK, self.cache, self._rotary.block(start, rows))
+        positions = torch.arange(start, start + rows, device=self.device)[None]
+        like = torch.zeros(1, dtype=self.dtype, device=self.device)
+        rotary = self._base.rotary_emb(like, positions)
+        return BlockContext(rows, mask_TK, mask_GTK, self.cache, rotary, positions)
 
     def _build_layers(self, restructured: bool, pack: bool) -> None:
         model, spec, family = self.target.model, self.spec, self.target.family

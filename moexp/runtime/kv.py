@@ -1,8 +1,8 @@
 """A preallocated key/value cache in transformers' cache interface, and the causal masks that go with it.
 
-Every step writes a whole block of rows (padding included) behind what is already there and is then cropped to the rows
-that count; the next block overwrites the rest. Attention sees keys up to the next multiple of `kv_multiple`, the surplus
-under a mask, so that its shapes change rarely and a row's result never depends on what lies behind it.
+Every step writes a whole block of rows (padding included) behind what is already there and is then cropped to the
+rows that count; the next block overwrites the rest. Attention sees keys up to the next multiple of `kv_multiple`, the
+surplus under a mask: its shapes change rarely, and a row's result never depends on what lies behind it.
 
 Shape suffixes: T rows of a block, K padded key/value length, D head dimension.
 """

@@ -1,7 +1,7 @@
 """Matrix multiplications of the resident weights: fused where they share an input, packed where the CPU gains by it.
 
-A packed weight holds the same numbers in the order that oneDNN's kernels read them. Plain weights are reordered at every
-call, which for the few rows of a decoding step costs as much again as the multiplication.
+A packed weight holds the same numbers in the order that oneDNN's kernels read them. Plain weights are reordered at
+every call, which for the few rows of a decoding step costs as much again as the multiplication.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The one expert path: routing, the union of experts asked of the store once, each computed as it arrives, one order of
-accumulation. AR decoding, drafting, verification and prefill all go through `MoELayer`.
+"""The one expert path: routing, the union of experts asked of the store once, each computed as it arrives, one
+order of accumulation. AR decoding, drafting, verification and prefill all go through `MoELayer`.
 
-Why a row's result does not depend on its block: every decoding step has the same number of rows, each expert is computed for
-all of them, and a row's k experts are summed in descending gate order (ties: lower index), whenever they arrived.
+Why a row's result does not depend on its block: every decoding step has the same number of rows, each expert is
+computed for all of them, and a row's k experts are summed in descending gate order (ties: lower index), whenever
+they arrived.
 
 Shape suffixes: T rows of a block (padding included), H hidden size, I expert width, E experts, k experts a row uses,
 U experts in the union of the block.
@@ -24,9 +25,9 @@ from moexp.runtime.store import ExpertStore, Ticket
 from moexp.target.experts import ExpertKey, ExpertWeights
 
 UPCAST_MAX_ELEMENTS = 1 << 18
-"""bf16 experts up to this many elements are computed in fp32 on a CPU: for a few rows, oneDNN's cost a call (about 20 us)
-exceeds that of converting so small a matrix and multiplying in fp32. It depends on the checkpoint alone, so that all
-methods do the same."""
+"""bf16 experts up to this many elements are computed in fp32 on a CPU: for a few rows, oneDNN's cost a call (about
+20 us) exceeds that of converting so small a matrix and multiplying in fp32. The choice depends on the checkpoint alone,
+so all methods make the same."""
 
 Route = Callable[[Tensor], tuple[np.ndarray, Tensor]]
 """[T, H] -> expert ids [T, k] (int64, on the host) and gates [T, k] (fp32), by descending gate, ties by lower index."""

@@ -13,6 +13,7 @@ from moexp.target.experts import ExpertWeights
 
 PAGE = 4096
 _HUGE_PAGE = 2 << 20
+_VIEWS = 64  # kept a slot: an expert's place in its page depends on its layer, often on nothing else
 _ARENA_SLOTS = 64
 _ARENA_BYTES = 256 << 20
 
@@ -31,21 +32,27 @@ class Slot:
     `last_use`: in GPU memory, the event after which the slot may be overwritten.
     """
 
-    __slots__ = ("buffer", "elements", "first", "last_use")
+    __slots__ = ("_views", "buffer", "elements", "first", "last_use")
 
     def __init__(self, buffer: memoryview, elements: Tensor, first: int) -> None:
         self.buffer = buffer
         self.elements = elements
         self.first = first  # this slot's first element in `elements`
         self.last_use: Any = None
+        self._views: dict[tuple[int, int, int, int], ExpertWeights] = {}
 
     def weights(self, gate_up: int, down: int, width: int, hidden: int) -> ExpertWeights:
         """Views of an expert whose matrices start `gate_up` and `down` elements into the slot."""
-        # as_strided on one tensor of the arena: a third of the time of slicing and viewing each matrix
-        return ExpertWeights(
-            torch.as_strided(self.elements, (2 * width, hidden), (hidden, 1), self.first + gate_up),
-            torch.as_strided(self.elements, (hidden, width), (width, 1), self.first + down),
-        )
+        where = (gate_up, down, width, hidden)
+        views = self._views.get(where)  # making two tensors takes longer than all else that an arrival costs
+        if views is None:
+            if len(self._views) == _VIEWS:
+                self._views.clear()
+            views = self._views[where] = ExpertWeights(
+                torch.as_strided(self.elements, (2 * width, hidden), (hidden, 1), self.first + gate_up),
+                torch.as_strided(self.elements, (hidden, width), (width, 1), self.first + down),
+            )
+        return views
 
 
 class SlotPool(Protocol):

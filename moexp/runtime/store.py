@@ -132,7 +132,8 @@ class SlotStore:
             experts may exceed it until they are released.
         io_threads: pieces under way at once.
         pacer: emulates a slower link; its concurrency then takes the place of `io_threads`.
-        prefetch_threads: of `io_threads`, how many may be busy with prefetches; None: all.
+        prefetch_threads: of these, how many may be busy with prefetches; None: a quarter (all under a pacer). A demand
+            waits for whatever the device has begun: with all eight at it, a drafting step took 1.4 times as long.
         device: where the slots are; the source must be able to fill them there.
         poison: fill freed slots with NaN (for tests).
         transport: takes the thread pool's place (for tests).
@@ -168,10 +169,13 @@ class SlotStore:
         self._slots = make_slots(source.slot_bytes, dtype, torch.device(device), poison)
         self.capacity = None if budget_bytes is None else budget_bytes // expert_bytes
         self._residency = Residency(policy, self.capacity, self.counters, self._free, self._cancel)
+        if prefetch_threads is None and pacer is None:
+            prefetch_threads = max(1, io_threads // 4)
         self._transport = transport or TransferPool(source, io_threads, pacer, prefetch_threads)
         self._landed = self._transport.landed
         self._closed = False
-        weakref.finalize(self, self._transport.close)  # a store that nobody closed leaves no threads behind
+        # A store that nobody closed leaves no threads behind; at exit a dead device must not hold the process.
+        weakref.finalize(self, self._transport.close).atexit = False
 
     def begin_cycle(self) -> None:
         self._drain()
@@ -225,11 +229,14 @@ class SlotStore:
         if self._closed:
             return
         self._closed = True
-        self._residency.cancel_all()
-        self._transport.close()
-        self._drain()
-        self._residency.clear()
-        self.source.close()
+        try:
+            self._residency.cancel_all()
+            self._transport.close()
+            self._drain()
+            self._residency.clear()
+        finally:
+            self._transport.close()
+            self.source.close()
 
     def __enter__(self) -> Self:
         return self
@@ -276,10 +283,11 @@ class SlotStore:
             self._residency.failed(entry)
 
     def _free(self, entry: Entry) -> None:
-        self._slots.give(entry.payload.slot)
+        if entry.payload is not None:  # interrupted before its transfer was made
+            self._slots.give(entry.payload.slot)
 
     def _cancel(self, entry: Entry) -> bool:
-        return self._transport.cancel(entry.payload)
+        return entry.payload is None or self._transport.cancel(entry.payload)
 
 
 READ_SPLITS = 2

@@ -209,9 +209,7 @@ def _carve_layer(
     model: Glm4MoeForCausalLM, state: dict[str, Tensor], layer: int, seen: Calibration, geometry: Geometry
 ) -> Tensor:
     prefix = f"model.layers.{layer}.mlp."
-    gate_NH, up_NH, down_HN = (
-        state[f"{prefix}{name}.weight"] for name in ("gate_proj", "up_proj", "down_proj")
-    )
+    gate_NH, up_NH, down_HN = (state[f"{prefix}{name}.weight"] for name in ("gate_proj", "up_proj", "down_proj"))
     contribution_TN = seen.activations_TN.float().abs() * down_HN.norm(dim=0)
     shared_S, groups_En = split_neurons(contribution_TN, geometry)
     block = model.model.layers[layer].mlp

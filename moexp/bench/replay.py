@@ -1,0 +1,134 @@
+"""What other K, tau and B would have done, estimated from one recording: only for choosing what to measure.
+
+Recorded are cycles that drafted the longest block, without truncation, on a resident store: the draft path's routing
+and confidences, the target's routing, and how many drafts were accepted. A shorter block from the same position is a
+prefix of a longer one, so its drafts, experts and acceptance are known exactly; what is only estimated is its time.
+Cycles are weighed alike although another setting would have started its cycles elsewhere.
+
+Shape suffixes: L MoE layers, k top-k, B rows of a verified block.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from moexp.bench.runner import Job, PromptEngine
+from moexp.runtime.decode import Method, decode
+from moexp.runtime.forward import StepOut
+from moexp.runtime.moe import StepPath
+from moexp.runtime.select import Truncation
+from moexp.runtime.verify import Sampling
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What `moexp tune` chooses."""
+
+    max_draft: int
+    tau: float
+    budget: int
+
+    @property
+    def name(self) -> str:
+        return f"K{self.max_draft} tau{self.tau:g} B{self.budget}"
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """One recorded cycle: layer-expert ids of each draft step (all k, and those it ran) and of each verified row."""
+
+    confidences: list[float]
+    predicted: list[frozenset[int]]
+    drafted: list[frozenset[int]]
+    verified: list[frozenset[int]]
+    accepted: int
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a draft step and of verifying a block with every expert resident, and of bringing in one expert."""
+
+    draft_s: float
+    verify_s: float
+    load_s: float
+
+
+class RecordingEngine(PromptEngine):
+    """Logs (routed experts that a row ran, routing [L, B, k]) of every step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.log: list[tuple[int | None, np.ndarray]] = []
+        super().__init__(*args, **kwargs)
+
+    def step(self, ids: Sequence[int], path: StepPath) -> StepOut:
+        """As the engine's."""
+        out = super().step(ids, path)
+        self.log.append((path.top_r, out.routing_LBk))
+        return out
+
+
+def record_cycles(
+    engine: RecordingEngine, jobs: Iterable[Job], method: Method, *, max_new_tokens: int, stop_ids: frozenset[int]
+) -> tuple[list[Cycle], Costs]:
+    """Decodes the jobs greedily by `method` (fixed K, the longest) and keeps every cycle.
+
+    Returns:
+        the cycles, and the times of a draft step and of verification; `load_s` is left at 0.
+    """
+    cycles: list[Cycle] = []
+    draft_s: list[float] = []
+    verify_s: list[float] = []
+    for job in jobs:
+        running = decode(engine, job.prompt_ids, method, Sampling(), max_new_tokens=max_new_tokens, stop_ids=stop_ids)
+        engine.log.clear()
+        for step in running:
+            *drafts, (_, verified_LBk) = engine.log
+            engine.log.clear()
+            verify_s.append(step.verify_s)
+            if not drafts:
+                continue
+            draft_s.append(step.draft_s / len(drafts))
+            cycles.append(
+                Cycle(
+                    confidences=step.confidences,
+                    predicted=[_ids(engine, routing_L1k[:, 0]) for _, routing_L1k in drafts],
+                    drafted=[_ids(engine, routing_L1k[:, 0, :top_r]) for top_r, routing_L1k in drafts],
+                    verified=[_ids(engine, verified_LBk[:, row]) for row in range(verified_LBk.shape[1])],
+                    accepted=step.accepted,
+                )
+            )
+    return cycles, Costs(
+        statistics.median(draft_s) if draft_s else 0.0, statistics.median(verify_s) if verify_s else 0.0, 0.0
+    )
+
+
+def estimate(cycles: Iterable[Cycle], setting: Setting, costs: Costs) -> float:
+    """Tokens a second of the full method (confidence-expansion, prefetch) with `setting`.
+
+    A cycle takes its draft steps or its loading, whichever is longer (they overlap), and then the verifier's compute.
+    Loaded is the union of what drafting runs, what it predicts (prefetched as each router speaks, that of a dropped
+    step too), and what verification of the kept tokens needs.
+    """
+    tokens, seconds = 0, 0.0
+    for cycle in cycles:
+        truncation = Truncation("confidence-expansion", setting.tau, setting.budget)
+        steps = kept = 0
+        offered = min(setting.max_draft, len(cycle.confidences))
+        while steps < offered:
+            steps += 1
+            if not truncation.offer(cycle.confidences[steps - 1], cycle.predicted[steps - 1]):
+                break
+            kept += 1
+        loaded = frozenset().union(*cycle.drafted[:steps], *cycle.predicted[:steps], *cycle.verified[: kept + 1])
+        tokens += min(cycle.accepted, kept) + 1
+        seconds += max(steps * costs.draft_s, len(loaded) * costs.load_s) + costs.verify_s
+    return tokens / seconds if seconds else 0.0
+
+
+def _ids(engine: RecordingEngine, routing_Lk: np.ndarray) -> frozenset[int]:
+    return frozenset(engine.expert_ids(routing_Lk))

@@ -1,0 +1,246 @@
+"""The stages that commands run, each with what it prints: build, trace, train, check, and all of them in a row.
+
+Every stage finds its input and leaves its output where `moexp/artifacts.py` says, and does nothing where that is done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from moexp import artifacts
+from moexp.atomic import write_json
+from moexp.compute import prepare
+from moexp.errors import MoexpError
+from moexp.provenance import collect_provenance
+from moexp.recipe import Recipe
+from moexp.rundir import artifact_path, home
+from moexp.show import draft_table, gate_lines, gate_table, growth_table, load_table, quality_table
+
+RESULTS = Path("results")
+
+
+def begin(recipe: Recipe) -> None:
+    """Threads and allocator for this process, and no progress bars but our own."""
+    from transformers.utils import logging
+
+    prepare(recipe.threads)
+    logging.disable_progress_bar()
+
+
+def results_folder(recipe: Recipe) -> Path:
+    """Where a recipe's results go: `results/<recipe>` of the working directory, beside the tables."""
+    return RESULTS / recipe.name
+
+
+# --- build-target ---
+
+
+def build_stage(recipe: Recipe, console: Console) -> Path:
+    """Builds the target unless it is there (a hub checkpoint is only fetched), and prints what was measured on it."""
+    from moexp.learn.build import build_target, read_manifest
+
+    begin(recipe)
+    if recipe.target.kind == "hub":
+        folder = artifacts.find_target(recipe)
+        console.print(f"a checkpoint, nothing to build: {folder}", soft_wrap=True, highlight=False)
+        return folder
+    folder = build_target(
+        recipe,
+        artifacts.target_folder(recipe),
+        cache=artifacts.source_cache(),
+        provenance=collect_provenance(recipe.seed),
+    )
+    manifest = read_manifest(folder)
+    quality = manifest.get("quality", {})
+    if quality:
+        console.print(quality_table(quality))
+    for answer in manifest.get("answers", []):
+        console.print(f"Q: {answer['question']}", highlight=False, markup=False)
+        console.print(f"A: {answer['answer'].strip()}", highlight=False, markup=False)
+    console.print(f"target: {folder}", soft_wrap=True, highlight=False)
+    return folder
+
+
+# --- trace-routing ---
+
+
+def trace_stage(recipe: Recipe, console: Console, *, text: str | None = None, out: Path | None = None) -> Path:
+    """Traces routing unless that is done, and prints expert load, union growth and speed."""
+    from moexp.learn.trace import trace_routing
+
+    begin(recipe)
+    target = artifacts.find_target(recipe)
+    folder = out or trace_folder(recipe, text)
+    report = trace_routing(
+        recipe, target, folder, work=draft_work(recipe), text=text, provenance=collect_provenance(recipe.seed)
+    )
+    console.print(load_table(report))
+    console.print()
+    console.print(growth_table(report))
+    manifest = report.trace.manifest
+    speed = "" if report.tokens_per_s is None else f", {report.tokens_per_s:.0f} tokens/s"
+    console.print(
+        f"\n{manifest.tokens} tokens of {manifest.samples} texts in {len(manifest.shards)} shards{speed} (measured)",
+        highlight=False,
+    )
+    console.print(f"trace: {folder}", soft_wrap=True, highlight=False)
+    return folder
+
+
+def trace_folder(recipe: Recipe, text: str | None = None) -> Path:
+    """Where the recipe's routing trace lies, over its corpus or over `text`."""
+    folder = artifact_path("traces", recipe, "target", "trace", "draft.corpus", "seed")
+    if text is None:
+        return folder
+    return folder.with_name(f"{folder.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
+
+
+def draft_work(recipe: Recipe) -> Path:
+    """Where training of the draft experts keeps its corpora and checkpoints."""
+    folder = artifacts.draft_folder(recipe)
+    return folder.with_name(folder.name + ".work")
+
+
+# --- train-draft-expert ---
+
+
+def train_stage(recipe: Recipe, console: Console) -> Path:
+    """Trains the draft experts unless they are there, and prints what they reach."""
+    from moexp.learn.train_draft import train_draft_expert
+    from moexp.target.draft_expert import HEADER, read_header
+    from moexp.target.load import target_identity
+
+    begin(recipe)
+    target, folder = artifacts.find_target(recipe), artifacts.draft_folder(recipe)
+    if (folder / HEADER).exists():
+        header = read_header(folder)
+        if header["target"] != target_identity(target):
+            raise MoexpError(
+                "draft experts of another target are there", where=str(folder), valid="remove them to train again"
+            )
+        console.print("trained already", highlight=False)
+        metrics = header["metrics"]
+    else:
+        metrics = train_draft_expert(recipe, target, folder, provenance=collect_provenance(recipe.seed))
+    console.print(draft_table(metrics))
+    console.print(f"draft experts: {folder}", soft_wrap=True, highlight=False)
+    return folder
+
+
+# --- eval ---
+
+
+def eval_stage(
+    recipe: Recipe, console: Console, *, tokens: int | None = None, out: Path | None = None, skip: bool = False
+) -> bool:
+    """Runs the exactness gate, writes its results, prints its table; True if it was passed.
+
+    Args:
+        skip: do nothing where the gate was passed before with the same target, draft experts and recipe.
+    """
+    from moexp.evaluate import already_passed, gate_identity, run_gate, write_gate
+    from moexp.target.draft_expert import HEADER
+
+    begin(recipe)
+    folder = out or results_folder(recipe)
+    identity = gate_identity(recipe)
+    if skip and already_passed(folder, identity):
+        console.print("passed already", highlight=False)
+        return True
+    if not (artifacts.draft_folder(recipe) / HEADER).exists():
+        console.print("draft experts are not trained: left out", highlight=False)
+    gate = run_gate(recipe, tokens=tokens)
+    files = write_gate(gate, folder, identity, collect_provenance(recipe.seed))
+    console.print(gate_table(gate))
+    for line in gate_lines(gate):
+        console.print(line, highlight=False)
+    for file in files:
+        console.print(str(file), soft_wrap=True, highlight=False)
+    return gate.passed
+
+
+# --- write-corpus ---
+
+
+def corpus_stage(recipe: Recipe, console: Console, *, author: str, tokens: int, out: Path | None) -> Path:
+    """Lets the dense model or the target write a corpus of `tokens` tokens."""
+    from moexp.learn.corpus_files import write_corpus
+
+    begin(recipe)
+    if author == "dense":
+        from moexp.target.source import load_dense
+
+        if recipe.target.kind != "carved":
+            raise MoexpError("the target was not carved from a dense model", where="--author", valid="target")
+        source = recipe.target
+        dense = load_dense(source.source, cache=artifacts.source_cache(), path=source.path, revision=source.revision)
+        model, tokenizer, section = dense.model, dense.tokenizer, recipe.target.corpus
+    elif author == "target":
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        folder = artifacts.find_target(recipe)
+        dtype = getattr(torch, recipe.target.dtype)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        tokenizer, section = AutoTokenizer.from_pretrained(folder), recipe.draft.corpus
+    else:
+        raise MoexpError(f"unknown author {author!r}", where="--author", valid="dense, target")
+    section = section.model_copy(update={"source": "write", "tokens": tokens})
+    place = out or home() / "corpora" / f"{recipe.name}-{author}"
+    _claim(place, {"author": author, "length": section.length, "rows": section.rows, "seed": recipe.seed})
+    files = write_corpus(section, model, tokenizer, place, author=author, seed=recipe.seed)
+    written = len(files) * section.rows * section.length
+    console.print(f"{written} tokens by the {author} model in {len(files)} batches: {place}", soft_wrap=True)
+    return place
+
+
+def _claim(folder: Path, settings: dict[str, Any]) -> None:
+    """Batches that are there are kept, so they must be of the same corpus.
+
+    Raises:
+        MoexpError: `folder` holds another one.
+    """
+    path = folder / "corpus.json"
+    if path.exists() and json.loads(path.read_text()) != settings:
+        raise MoexpError("another corpus is there", where=str(folder), valid="another --out")
+    write_json(path, settings)
+
+
+# --- reproduce ---
+
+
+def reproduce(recipe: Recipe, console: Console) -> bool:
+    """All stages in order, each skipped where it is done; False if the exactness gate failed: then no table is made."""
+    from moexp.bench.draftexpert import run_bench
+
+    started = time.monotonic()
+    files: list[Path] = []
+
+    def heading(number: int, name: str) -> None:
+        minutes, seconds = divmod(int(time.monotonic() - started), 60)
+        console.rule(f"{number}/5 {name}, {minutes}:{seconds:02d} since the start", align="left", characters="-")
+
+    heading(1, "build-target")
+    build_stage(recipe, console)
+    heading(2, "trace-routing")
+    trace = trace_stage(recipe, console)
+    heading(3, "train-draft-expert")
+    drafts = train_stage(recipe, console)
+    heading(4, "eval")
+    if not eval_stage(recipe, console, skip=True):
+        return False
+    heading(5, "bench --table all")
+    files = run_bench(recipe)
+    console.rule(align="left", characters="-")
+    minutes, seconds = divmod(int(time.monotonic() - started), 60)
+    console.print(f"done in {minutes}:{seconds:02d}", highlight=False)
+    places = [("trace", trace), ("draft experts", drafts), ("results", results_folder(recipe))]
+    for name, place in [*places, *(("table", file) for file in files if file.suffix == ".md")]:
+        console.print(f"{name}: {place}", soft_wrap=True, highlight=False)
+    return True

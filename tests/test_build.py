@@ -1,0 +1,190 @@
+"""`build-target` on a small dense model: carve, repair, save; interrupted and resumed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from moexp.errors import MoexpError
+from moexp.learn import build
+from moexp.learn.build import build_target, read_manifest
+from moexp.learn.loop import Schedule
+from moexp.learn.quality import measure_quality
+from moexp.learn.repair import LoadBalancer, RepairSettings, moe_layers, prepare, repair_end_to_end, repair_layerwise
+from moexp.recipe import Recipe, load_recipe
+from moexp.target.carve import Geometry, calibrate, carve
+from moexp.target.load import load_target
+from moexp.target.tiny import build_tiny_target
+from tests.tiny_models import dense_folder, dense_model, random_rows
+
+SETTINGS = RepairSettings(
+    layerwise=Schedule(steps=8, lr=2e-3, warmup=2), end_to_end=Schedule(steps=8, lr=1e-3, warmup=2), rows=4
+)
+
+
+@pytest.fixture(scope="module")
+def dense_path(tmp_path_factory) -> Path:
+    return dense_folder(tmp_path_factory.mktemp("dense") / "model")
+
+
+@pytest.fixture
+def recipe(dense_path: Path) -> Recipe:
+    return load_recipe(
+        "tiny",
+        [
+            "target.kind=carved",
+            "target.source=hub",
+            f"target.path={dense_path}",
+            "target.carve={shared_neurons: 32, routed_experts: 8, top_k: 3, expert_width: 8, calibration_tokens: 200}",
+            "target.corpus={source: write, author: dense, tokens: 1000, rows: 8, length: 32}",
+            "target.repair={layerwise_steps: 6, layerwise_lr: 1e-2, e2e_steps: 6, e2e_lr: 1e-2, rows: 4}",
+            "target.repair={bias_rate: 0.01, max_minutes: null}",
+            "target.pad_expert_width=16",
+        ],
+    )
+
+
+@pytest.fixture(autouse=True)
+def short_answers(monkeypatch) -> None:
+    monkeypatch.setattr(build, "sample_answers", lambda model, tokenizer: [{"question": "q", "answer": "a"}])
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model.safetensors").read_bytes()
+
+
+def test_a_carved_target_is_a_standard_checkpoint_with_what_was_measured(recipe: Recipe, tmp_path: Path):
+    folder = tmp_path / "target"
+    padded = build_target(recipe, folder, cache=tmp_path / "cache", provenance={"seed": 0})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert type(model).__name__ == "Glm4MoeForCausalLM"
+    assert AutoTokenizer.from_pretrained(folder).chat_template
+    assert load_target(folder).spec.num_experts == 8 and load_target(padded).spec.expert_width == 16
+
+    manifest = read_manifest(folder)
+    assert read_manifest(padded) == manifest
+    carved, repaired = manifest["quality"]["carved"], manifest["quality"]["repaired"]
+    assert set(repaired["nats"]) == {"top-3", "top-1", "top-0"}
+    assert repaired["kl"] != carved["kl"] and repaired["tokens"] == carved["tokens"] == 24 * 31
+    assert manifest["provenance"] == {"seed": 0} and manifest["origin"].startswith("hub ")
+    assert not list(tmp_path.glob("target.work/repair"))
+
+    before = weights(folder)
+    build_target(recipe, folder, cache=tmp_path / "cache", provenance={"seed": 1})
+    assert weights(folder) == before and read_manifest(folder) == manifest  # done is done
+
+
+@pytest.mark.parametrize("stage", ["layerwise", "end_to_end"])
+def test_a_build_stopped_by_ctrl_c_and_resumed_is_bit_for_bit_the_uninterrupted_one(
+    recipe: Recipe, tmp_path: Path, monkeypatch, stage: str
+):
+    whole = tmp_path / "whole"
+    monkeypatch.setattr(build, "corpus_rows", lambda *args, **kwargs: random_rows(30, 32))
+    build_target(recipe, whole, cache=tmp_path, provenance={})
+    running = getattr(build, f"repair_{stage}")
+
+    def interrupted(*args: Any, on_step: Any, **kwargs: Any) -> None:
+        def watch(step: int, metrics: dict[str, float]) -> None:
+            if step == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+            on_step(step, metrics)
+
+        running(*args, on_step=watch, **kwargs)
+
+    folder = tmp_path / "resumed"
+    with monkeypatch.context() as patch:
+        patch.setattr(build, f"repair_{stage}", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            build_target(recipe, folder, cache=tmp_path, provenance={})
+    assert not folder.exists()
+    build_target(recipe, folder, cache=tmp_path, provenance={})
+    assert weights(folder) == weights(whole)
+
+
+def test_repair_brings_the_model_nearer_to_the_dense_one_in_both_stages():
+    dense = dense_model(dtype=torch.bfloat16)
+    rows = random_rows(16, 24)
+    calibration = calibrate(dense, iter(rows[:8].long().split(4)), range(1, 3))
+    model, groups = carve(dense, calibration, Geometry(32, 8, 3, 8))
+    prepare(model)
+    embedding: Any = model.get_input_embeddings()
+    before = embedding.weight.detach().clone()
+    kl = [measure_quality(model, dense, rows).kl]
+    model.train()
+    log: list[float] = []
+    watch = {"on_step": lambda step, metrics: log.append(metrics["residual"])}
+    repair_layerwise(model, dense, groups, rows, SETTINGS, **watch)
+    kl.append(measure_quality(model, dense, rows).kl)
+    model.train()
+    repair_end_to_end(model, dense, rows, SETTINGS)
+    kl.append(measure_quality(model, dense, rows).kl)
+    assert log[-1] < log[0]
+    assert kl[0] > kl[1] > kl[2]
+    assert torch.equal(embedding.weight, before)
+
+
+def test_the_balancer_moves_the_bias_against_the_load():
+    dense = dense_model()
+    calibration = calibrate(dense, iter([random_rows(4, 24).long()]), range(1, 3))
+    model, _ = carve(dense, calibration, Geometry(32, 8, 3, 8))
+    gate = moe_layers(model)[1].gate
+    balancer = LoadBalancer(model, 0.5)
+    chosen: list[torch.Tensor] = []
+    gate.register_forward_hook(lambda _m, _a, out: chosen.append(out[2]))
+    with torch.no_grad():
+        model(input_ids=random_rows(4, 24).long())
+    load = torch.bincount(chosen[0].flatten(), minlength=8).float()
+    worst = balancer.update()
+    assert torch.equal(gate.e_score_correction_bias, 0.5 * (load.mean() - load).sign())
+    assert worst >= float(load.max() / load.mean())
+    assert balancer.state()["0"] is gate.e_score_correction_bias  # what a checkpoint must hold
+    balancer.close()
+
+
+def test_quality_without_routed_experts_is_that_of_the_shared_ones_alone():
+    dense = dense_model(dtype=torch.bfloat16)
+    rows = random_rows(4, 24)
+    calibration = calibrate(dense, iter([rows.long()]), range(1, 3))
+    model, _ = carve(dense, calibration, Geometry(32, 8, 3, 8))
+    quality = measure_quality(model, dense, rows)
+    for block in moe_layers(model).values():
+        block.experts.down_proj.data.zero_()
+    silenced = measure_quality(model, dense, rows)
+    assert silenced.nats["top-3"] == pytest.approx(quality.nats["top-0"], rel=1e-3)
+    assert quality.nats["top-0"] != pytest.approx(quality.nats["top-3"], rel=1e-3)
+    assert quality.dense_nats == silenced.dense_nats
+
+
+def test_a_tiny_target_is_whole_or_not_there_and_follows_its_recipe(tmp_path: Path, monkeypatch):
+    recipe = load_recipe("tiny", ["target.tiny.model_type=qwen3_moe", "target.pad_expert_width=40"])
+
+    def torn(into: Path, **options: Any) -> Path:
+        build_tiny_target(into, **options)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(build, "build_tiny_target", torn)
+        build_target(recipe, tmp_path / "target", cache=tmp_path, provenance={})
+    assert not (tmp_path / "target").exists()
+    padded = build_target(recipe, tmp_path / "target", cache=tmp_path, provenance={})
+    spec = load_target(padded).spec
+    assert (spec.model_type, spec.expert_width, spec.num_experts) == ("qwen3_moe", 40, 8)
+
+
+def test_what_cannot_be_built_is_an_error(recipe: Recipe, dense_path: Path, tmp_path: Path):
+    hub = load_recipe("ds-v2-lite")
+    with pytest.raises(MoexpError, match="nothing to build"):
+        build_target(hub, tmp_path / "target", cache=tmp_path, provenance={})
+    carve = recipe.target.carve.model_copy(update={"routed_experts": 7})
+    bad = recipe.model_copy(update={"target": recipe.target.model_copy(update={"carve": carve})})
+    with pytest.raises(MoexpError, match="do not split"):
+        build_target(bad, tmp_path / "target", cache=tmp_path, provenance={})
+    nowhere = recipe.target.model_copy(update={"path": str(tmp_path / "nowhere")})
+    with pytest.raises(MoexpError, match="cannot load"):
+        build_target(recipe.model_copy(update={"target": nowhere}), tmp_path / "t", cache=tmp_path, provenance={})
