@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from moexp import artifacts, atomic
+from moexp.bench.runner import PromptEngine
 from moexp.data import Prompt, load_prompts, render_chat
 from moexp.exactness import Gate, Outcome, RowLog, row_invariant
 from moexp.progress import stage
@@ -123,7 +124,8 @@ def _run_setting(
     prompts = gate_prompts(recipe, everything=share is not None)
     length = recipe.eval.max_new_tokens if share is None else max(recipe.eval.max_new_tokens, -(-share // len(prompts)))
     with ExitStack() as stack:
-        engine = stack.enter_context(artifacts.opened_engine(target, store, experts))
+        # Prefill is the same for all methods: theirs is AR's, kept, and only the fresh engine makes its own.
+        engine = PromptEngine(target, stack.enter_context(artifacts.opened_store(target, store)), draft_experts=experts)
         if setting.control:
             fresh = stack.enter_context(artifacts.opened_engine(target, store, experts))
         advance = stack.enter_context(

@@ -77,7 +77,6 @@ def draft_table(metrics: dict[str, dict[str, Any]]) -> Table:
         "router_agreement": ("router", "{:.3f}"),
         "acceptance": ("acceptance_ctx", "{:.3f}"),
         "unique_draft": ("unique_draft", "{:.1f}"),
-        "unique_verify": ("unique_verify", "{:.1f}"),
     }
     for name, _ in columns.values():
         table.add_column(name, justify="right", no_wrap=True)

@@ -118,7 +118,7 @@ def test_repair_brings_the_model_nearer_to_the_dense_one_in_both_stages():
     kl = [measure_quality(model, dense, rows).kl]
     model.train()
     log: list[float] = []
-    watch = {"on_step": lambda step, metrics: log.append(metrics["residual"])}
+    watch: dict[str, Any] = {"on_step": lambda step, metrics: log.append(metrics["residual"])}
     repair_layerwise(model, dense, groups, rows, SETTINGS, **watch)
     kl.append(measure_quality(model, dense, rows).kl)
     model.train()

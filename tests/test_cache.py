@@ -286,6 +286,18 @@ def test_prefetch_gives_up_nothing_of_its_own_cycle():
     assert sorted(residency.entries) == [(1, 1), (1, 3)] and counters.wasted == 1
 
 
+def test_a_failed_demand_leaves_no_trace_in_the_cycle():
+    residency = Residency(make_policy("lru"), 2, StoreCounters(), lambda entry: None, lambda entry: False)
+    old, _, _ = residency.demand([(1, 0)], "draft")
+    residency.landed(old[0], 1)
+    residency.release(old, "draft")
+    residency.begin_cycle()
+    broken, _, _ = residency.demand([(1, 1)], "draft")
+    residency.failed(broken[0])
+    residency.release(broken, "draft")
+    assert len(residency.prefetch([(1, 2), (1, 3)])) == 2, "the expert of the last cycle makes room"
+
+
 def test_a_demand_gives_up_predicted_experts_last():
     """Of what this cycle brought in, first goes what has been used."""
     residency = Residency(make_policy("lru"), 2, StoreCounters(), lambda entry: None, lambda entry: False)

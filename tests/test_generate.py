@@ -96,7 +96,7 @@ def test_the_answer_is_streamed_and_is_ars(method: str):
     result, output = shown(recipe)
     assert result.identical is True
     assert "\x1b" not in output and "accepted draft tokens" not in output  # not a terminal
-    answer = BYTES.decode(result.arm.request.tokens, skip_special_tokens=True)
+    answer = str(BYTES.decode(result.arm.request.tokens, skip_special_tokens=True))
     assert output.startswith(answer)
     assert "output identical to AR's: 16 tokens, compared by id" in output
     assert "speedup over AR: " in output and "x (measured, one request)" in output

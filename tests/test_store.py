@@ -118,7 +118,7 @@ class HandTransport:
             self.source.finish(transfer)
         self.landed.append(transfer)
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         for transfer in self.begun:
             if any(transfer is other for other in self.coming):
                 self.land(transfer)
@@ -370,7 +370,7 @@ def test_a_failed_prefetch_is_wasted_and_read_again_on_demand():
 def test_closing_with_reads_under_way_and_twice():
     source = MarkedSource()
     source.gate.clear()
-    store = marked_store(source=source, io_threads=2)
+    store = marked_store(source=source, io_threads=2, prefetch_threads=2)
     store.prefetch(KEYS)
     wait_until(lambda: pool_of(store)._background_now == 2)
     ticket = store.request([(2, 3), (1, 0)], "ar")

@@ -174,8 +174,8 @@ class SlotStore:
         self._transport = transport or TransferPool(source, io_threads, pacer, prefetch_threads)
         self._landed = self._transport.landed
         self._closed = False
-        # A store that nobody closed leaves no threads behind; at exit a dead device must not hold the process.
-        weakref.finalize(self, self._transport.close).atexit = False
+        # A store that nobody closed leaves no threads behind; but a dead device must not hold the process then.
+        weakref.finalize(self, self._transport.close, wait=False).atexit = False
 
     def begin_cycle(self) -> None:
         self._drain()

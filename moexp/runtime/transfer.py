@@ -92,7 +92,7 @@ class Transport(Protocol):
 
     def cancel(self, transfer: Transfer) -> bool: ...
 
-    def close(self) -> None: ...
+    def close(self, wait: bool = True) -> None: ...
 
 
 class TransferPool:
@@ -158,7 +158,7 @@ class TransferPool:
             transfer.unstarted.clear()
             return True
 
-    def close(self) -> None:
+    def close(self, wait: bool = True) -> None:
         """Let what has begun land, forget the rest, end the threads. Closing twice does nothing."""
         with self._lock:
             self._urgent.clear()
@@ -166,8 +166,9 @@ class TransferPool:
         self._closing.set()
         for _ in self._threads:
             self._tokens.put(None)
-        for thread in self._threads:
-            thread.join()
+        if wait:
+            for thread in self._threads:
+                thread.join()
 
     def _work(self) -> None:
         while True:

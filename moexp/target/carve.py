@@ -46,7 +46,7 @@ class Geometry:
         routed = dense_neurons - self.shared_neurons
         if routed <= 0 or routed % self.routed_experts:
             raise MoexpError(
-                f"{dense_neurons} neurons less {self.shared_neurons} shared do not split into {self.routed_experts} experts",
+                f"{dense_neurons} - {self.shared_neurons} neurons do not split into {self.routed_experts} experts",
                 where="target.carve",
                 valid=f"shared_neurons = {dense_neurons} - n x {self.routed_experts}",
             )
