@@ -103,7 +103,7 @@ def gate_table(gate: Gate) -> Table:
             place = here
         gap = f" gap {row['gap']}" if row["gap"] else ""
         table.add_row(
-            f"  {row['method']}",
+            "  " + row["method"].replace("confidence-expansion", "conf-exp"),
             *(str(row[name]) for name in ("prompts", "tokens", "logits_rows", "differing_rows")),
             f"{row['first_mismatch']}{gap}",
             str(row["tier"]),

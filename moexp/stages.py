@@ -86,7 +86,7 @@ def trace_stage(recipe: Recipe, console: Console, *, text: str | None = None, ou
     manifest = report.trace.manifest
     speed = "" if report.tokens_per_s is None else f", {report.tokens_per_s:.0f} tokens/s"
     console.print(
-        f"\n{manifest.tokens} tokens of {manifest.samples} texts in {len(manifest.shards)} shards{speed} (measured)",
+        f"\n{manifest.tokens} tokens of {manifest.samples} samples, shards: {len(manifest.shards)}{speed} (measured)",
         highlight=False,
     )
     console.print(f"trace: {folder}", soft_wrap=True, highlight=False)

@@ -124,16 +124,24 @@ def test_a_kept_prompt_gives_the_very_same_logits(target: Target, monkeypatch: p
 
 
 def test_a_prefill_that_was_cut_off_is_not_kept(target: Target, monkeypatch: pytest.MonkeyPatch):
-    ids = list(jobs_of(target, 1)[0].prompt_ids)
+    one, two = (list(job.prompt_ids) for job in jobs_of(target, 2))
     with opened_store(target, StoreSection(kind="resident")) as store:
-        engine = PromptEngine(target, store)
-        wanted = decode_all(engine, ids, Method(), Sampling(), max_new_tokens=6)[1].tokens
-        monkeypatch.setattr(engine, "_run", lambda *_: 1 / 0)
-        engine.prefill(ids[:-1])  # kept: nothing is run
-        with pytest.raises(ZeroDivisionError):
-            engine.prefill(ids[:-2])
+        engine = PromptEngine(target, store, prefill_rows=8)
+        wanted = decode_all(engine, one, Method(), Sampling(), max_new_tokens=6)[1].tokens
+        chunks: list[int] = []
+        whole = engine._run
+
+        def cut_off(*arguments: Any) -> Any:
+            chunks.append(1)
+            if len(chunks) == 3:
+                raise KeyboardInterrupt
+            return whole(*arguments)
+
+        monkeypatch.setattr(engine, "_run", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            decode_all(engine, two, Method(), Sampling(), max_new_tokens=6)
         monkeypatch.undo()
-        assert decode_all(engine, ids, Method(), Sampling(), max_new_tokens=6)[1].tokens == wanted
+        assert decode_all(engine, one, Method(), Sampling(), max_new_tokens=6)[1].tokens == wanted
 
 
 # --- interleaved runs ---

@@ -162,7 +162,9 @@ def test_quality_without_routed_experts_is_that_of_the_shared_ones_alone():
 
 
 def test_a_tiny_target_is_whole_or_not_there_and_follows_its_recipe(tmp_path: Path, monkeypatch):
-    recipe = load_recipe("tiny", ["target.tiny.model_type=qwen3_moe", "target.pad_expert_width=40"])
+    recipe = load_recipe(
+        "tiny", ["target.tiny.model_type=deepseek_v3", "target.tiny.first_dense=2", "target.pad_expert_width=40"]
+    )
 
     def torn(into: Path, **options: Any) -> Path:
         build_tiny_target(into, **options)
@@ -174,7 +176,7 @@ def test_a_tiny_target_is_whole_or_not_there_and_follows_its_recipe(tmp_path: Pa
     assert not (tmp_path / "target").exists()
     padded = build_target(recipe, tmp_path / "target", cache=tmp_path, provenance={})
     spec = load_target(padded).spec
-    assert (spec.model_type, spec.expert_width, spec.num_experts) == ("qwen3_moe", 40, 8)
+    assert (spec.model_type, spec.moe_layers, spec.expert_width, spec.num_experts) == ("deepseek_v3", (2,), 40, 8)
 
 
 def test_what_cannot_be_built_is_an_error(recipe: Recipe, dense_path: Path, tmp_path: Path):

@@ -67,6 +67,7 @@ def _build_tiny(section: TargetSection, folder: Path, seed: int) -> None:
             expert_width=tiny.expert_width,
             vocab=tiny.vocab_size,
             model_type=tiny.model_type,
+            first_dense=tiny.first_dense,
         )
 
 

@@ -33,7 +33,7 @@ from ..schema import TraceSection
 from ..target.families import family_of
 from ..target.load import read_config, target_identity
 from ..target.spec import MoESpec
-from .corpus_files import corpus_rows
+from .corpus_files import corpus_rows, shipped_corpora
 from .masked import training_implementation
 from .routing_stats import ExpertLoad, UnionGrowth, expert_load, union_growth
 from .trace_files import (
@@ -167,7 +167,8 @@ def _samples(
             yield np.array(tokenizer(one, truncation=False)["input_ids"], dtype=np.int32)
         return
     section = recipe.draft.corpus
-    author = "dense" if section.source == "shipped" and section.author == "dense" else "target"
+    by_target = section.source == "write" or (section.author != "dense" and shipped_corpora("target"))
+    author = "target" if by_target else "dense"
     rows = -(-recipe.trace.tokens // section.length)
     enough = section.model_copy(update={"tokens": min(section.tokens, rows * section.length)})
     yield from corpus_rows(enough, model, tokenizer, work / f"corpus-{author}", author=author, seed=recipe.seed).numpy()

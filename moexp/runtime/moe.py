@@ -11,7 +11,7 @@ U experts in the union of the block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,42 +105,90 @@ class ExpertCompute:
     def __init__(
         self, *, rows: int, max_union: int, hidden: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.rows, self.hidden = rows, hidden
+        self.rows, self.hidden, self.width = rows, hidden, width
         small = 3 * hidden * width <= UPCAST_MAX_ELEMENTS
-        upcast = small and dtype == torch.bfloat16 and device.type == "cpu"
-        self.dtype = torch.float32 if upcast else dtype
-        self.outputs_UTH = torch.zeros(max_union, rows, hidden, dtype=self.dtype, device=device)
-        self.slots = list(self.outputs_UTH)
-        self.flat = self.outputs_UTH.view(max_union * rows, hidden)
+        self.upcast = small and dtype == torch.bfloat16 and device.type == "cpu"
+        self.dtype = torch.float32 if self.upcast else dtype
         self.row_of = np.arange(rows)[:, None]
 
+        def buffer(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=self.dtype, device=device)
+
+        # Each expert writes into its own part of these; the views are made once.
+        self.inner_UT2I = buffer(max_union, rows, 2 * width)
+        self.acted_UTI = buffer(max_union, rows, width)
+        self.outputs_UTH = buffer(max_union, rows, hidden)
+        self.inner, self.acted, self.outputs = list(self.inner_UT2I), list(self.acted_UTI), list(self.outputs_UTH)
+        self.outputs_flat = self.outputs_UTH.view(max_union * rows, hidden)
+        # One expert's weights in fp32: reused by all, so that they stay in the processor's cache.
+        self.gate_up_2IH, self.down_HI = (
+            (buffer(2 * width, hidden), buffer(hidden, width)) if self.upcast else (None, None)
+        )
+
     def block(
-        self, arrivals: Any, x_TH: Tensor, ids_Tk: np.ndarray, gates_Tk: Tensor, live: int, slot_of: np.ndarray
+        self,
+        arrivals: Iterable[tuple[ExpertKey, ExpertWeights]],
+        x_TH: Tensor,
+        ids_Tk: np.ndarray,
+        gates_Tk: Tensor,
+        live: int,
+        slot_of_E: np.ndarray,
     ) -> Tensor:
         """A decoding block: every expert over all rows, padding included, so that all have one shape.
 
         Args:
             arrivals: (key, weights) of the union of the live rows' experts.
             x_TH: input of the layer's experts.
-            ids_Tk, gates_Tk: of all rows, by descending gate.
+            ids_Tk, gates_Tk: of all rows, by descending gate; those of padding are overwritten.
             live: leading rows that are not padding.
-            slot_of: [E] scratch, the position of each expert of the union in the buffer.
+            slot_of_E: scratch, each expert's position in the buffers.
 
         Returns:
-            [T, H] sum of gate times expert output (fp32; zero for padding).
+            [T, H] sum of gate times expert output (zero for padding).
         """
-        x_TH = x_TH.to(self.dtype)
-        for slot, (key, weights) in enumerate(arrivals):
-            slot_of[key[1]] = slot
-            torch.mm(self._inner(x_TH, weights), weights.down.to(self.dtype).t(), out=self.slots[slot])
-        from_Tk = slot_of[ids_Tk] * self.rows + self.row_of
+        run = self._run_small if self.upcast else self._run
+        run(arrivals, x_TH.to(self.dtype), slot_of_E)
+        from_Tk = slot_of_E[ids_Tk] * self.rows + self.row_of
         if live < self.rows:
             from_Tk[live:] = 0
             gates_Tk[live:] = 0
-        mine_TkH = self.flat.index_select(0, torch.from_numpy(from_Tk.ravel()).to(self.flat.device))
+        mine_TkH = self.outputs_flat.index_select(0, torch.from_numpy(from_Tk.ravel()).to(x_TH.device))
         return (mine_TkH.view(*ids_Tk.shape, -1) * gates_Tk[..., None]).sum(1)
 
-    def rows_apart(self, arrivals: Any, x_TH: Tensor, ids_Tk: np.ndarray, gates_Tk: Tensor) -> Tensor:
+    def _run(self, arrivals: Iterable[tuple[ExpertKey, ExpertWeights]], x_TH: Tensor, slot_of_E: np.ndarray) -> None:
+        """Each expert from end to end as it arrives, while others are still on their way."""
+        for slot, (key, weights) in enumerate(arrivals):
+            slot_of_E[key[1]] = slot
+            torch.mm(x_TH, weights.gate_up.t(), out=self.inner[slot])
+            gate_TI, up_TI = self.inner[slot].split(self.width, dim=-1)
+            torch.mul(F.silu(gate_TI), up_TI, out=self.acted[slot])
+            torch.mm(self.acted[slot], weights.down.t(), out=self.outputs[slot])
+
+    def _run_small(
+        self, arrivals: Iterable[tuple[ExpertKey, ExpertWeights]], x_TH: Tensor, slot_of_E: np.ndarray
+    ) -> None:
+        """Kernel calls, not memory, are what small experts cost: the activation is done once for all of them."""
+        assert self.gate_up_2IH is not None and self.down_HI is not None
+        downs = []
+        gate_up_H2I, down_IH = self.gate_up_2IH.t(), self.down_HI.t()
+        for slot, (key, weights) in enumerate(arrivals):
+            slot_of_E[key[1]] = slot
+            self.gate_up_2IH.copy_(weights.gate_up)
+            torch.mm(x_TH, gate_up_H2I, out=self.inner[slot])
+            downs.append(weights.down)
+        gate_UTI, up_UTI = self.inner_UT2I[: len(downs)].split(self.width, dim=-1)
+        torch.mul(F.silu(gate_UTI), up_UTI, out=self.acted_UTI[: len(downs)])
+        for slot, down in enumerate(downs):
+            self.down_HI.copy_(down)
+            torch.mm(self.acted[slot], down_IH, out=self.outputs[slot])
+
+    def rows_apart(
+        self,
+        arrivals: Iterable[tuple[ExpertKey, ExpertWeights]],
+        x_TH: Tensor,
+        ids_Tk: np.ndarray,
+        gates_Tk: Tensor,
+    ) -> Tensor:
         """A long chunk (prefill): each expert over only the rows that chose it. Same sum, other shapes."""
         rows, top_k = ids_Tk.shape
         order = np.argsort(ids_Tk.ravel(), kind="stable")
@@ -149,13 +197,9 @@ class ExpertCompute:
         x_TH = x_TH.to(self.dtype)
         for (_, expert), weights in arrivals:
             mine = torch.from_numpy(order[bounds[expert] : bounds[expert + 1]]).to(x_TH.device)
-            inner = self._inner(x_TH[mine // top_k], weights)
-            outputs[mine] = F.linear(inner, weights.down.to(self.dtype))
+            gate_TI, up_TI = F.linear(x_TH[mine // top_k], weights.gate_up.to(self.dtype)).chunk(2, dim=-1)
+            outputs[mine] = F.linear(F.silu(gate_TI).mul_(up_TI), weights.down.to(self.dtype))
         return (outputs.view(rows, top_k, -1) * gates_Tk[..., None]).sum(1)
-
-    def _inner(self, x_TH: Tensor, weights: ExpertWeights) -> Tensor:
-        gate_TI, up_TI = F.linear(x_TH, weights.gate_up.to(self.dtype)).chunk(2, dim=-1)
-        return F.silu(gate_TI).mul_(up_TI)
 
 
 class MoELayer:
@@ -181,7 +225,7 @@ class MoELayer:
     ) -> None:
         self.route, self.shared, self.draft, self.compute = route, shared, draft, compute
         self.keys: list[ExpertKey] = [(layer, expert) for expert in range(num_experts)]
-        self._slot_of = np.zeros(num_experts, dtype=np.int64)
+        self._slot_of_E = np.zeros(num_experts, dtype=np.int64)
 
     def __call__(self, x_TH: Tensor, live: int, path: StepPath, store: ExpertStore) -> tuple[Tensor, np.ndarray]:
         """Output [T, H] of the layer for the first `live` rows (the rest is padding and demands nothing).
@@ -224,7 +268,7 @@ class MoELayer:
         arrivals = store.arrivals(ticket)
         compute = self.compute.get(len(x_TH))
         if compute is not None:
-            return compute.block(arrivals, x_TH, ids, gates, live, self._slot_of)
+            return compute.block(arrivals, x_TH, ids, gates, live, self._slot_of_E)
         compute = next(iter(self.compute.values()))
         routed_TH = compute.rows_apart(arrivals, x_TH[:live], ids[:live], gates[:live])
         if live == len(x_TH):

@@ -59,7 +59,8 @@ class Target:
     @property
     def device(self) -> torch.device:
         """Where everything but the routed experts is."""
-        return self.model.get_input_embeddings().weight.device
+        embedding: Any = self.model.get_input_embeddings()
+        return embedding.weight.device  # type: ignore[no-any-return]
 
     @property
     def stop_ids(self) -> frozenset[int]:

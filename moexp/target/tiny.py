@@ -38,6 +38,7 @@ def build_tiny_target(
     expert_width: int = 32,
     vocab: int = 256,
     model_type: str = "glm4_moe",
+    first_dense: int = 1,
     dtype: torch.dtype = torch.float32,
     expert_gain: float = 0.8,
     logit_gain: float = 4.0,
@@ -48,9 +49,9 @@ def build_tiny_target(
     Args:
         folder: written to; created if need be.
         seed: of the weights; the same arguments give the same bytes.
-        hidden, layers, experts, top_k, shared, expert_width, vocab: geometry. The first layer is dense (except in
-            qwen3_moe, which also has no shared expert).
+        hidden, layers, experts, top_k, shared, expert_width, vocab: geometry. qwen3_moe has no shared expert.
         model_type: any family that moexp runs.
+        first_dense: leading layers without experts (none in qwen3_moe, whatever this says).
         dtype: storage type.
         expert_gain: scale of the routed experts: the larger, the less a draft path without them agrees.
         logit_gain: standard deviation of the logits: the larger, the surer is the draft of its tokens.
@@ -66,7 +67,7 @@ def build_tiny_target(
     tokenizer = byte_tokenizer(vocab)
     config = AutoConfig.for_model(
         model_type,
-        **_geometry(model_type, hidden, layers, experts, top_k, shared, expert_width),
+        **_geometry(model_type, hidden, layers, experts, top_k, shared, expert_width, first_dense),
         vocab_size=vocab,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -121,7 +122,14 @@ def _byte_char(byte: int) -> str:
 
 
 def _geometry(
-    model_type: str, hidden: int, layers: int, experts: int, top_k: int, shared: int, expert_width: int
+    model_type: str,
+    hidden: int,
+    layers: int,
+    experts: int,
+    top_k: int,
+    shared: int,
+    expert_width: int,
+    first_dense: int,
 ) -> dict[str, Any]:
     heads = max(2, hidden // 16)
     common: dict[str, Any] = {
@@ -135,7 +143,7 @@ def _geometry(
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-5,
     }
-    routed = {"n_routed_experts": experts, "n_shared_experts": shared, "first_k_dense_replace": 1}
+    routed = {"n_routed_experts": experts, "n_shared_experts": shared, "first_k_dense_replace": first_dense}
     latent = {
         "num_key_value_heads": heads,
         "q_lora_rank": None,
