@@ -153,6 +153,10 @@ def test_quality_without_routed_experts_is_that_of_the_shared_ones_alone():
     calibration = calibrate(dense, iter([rows.long()]), range(1, 3))
     model, _ = carve(dense, calibration, Geometry(32, 8, 3, 8))
     quality = measure_quality(model, dense, rows)
+    with torch.no_grad():
+        logits = model(input_ids=rows.long()).logits[:, :-1].flatten(0, 1)
+    plain = float(torch.nn.functional.cross_entropy(logits, rows[:, 1:].long().flatten()))
+    assert quality.nats["top-3"] == pytest.approx(plain, rel=2e-2)
     for block in moe_layers(model).values():
         block.experts.down_proj.data.zero_()
     silenced = measure_quality(model, dense, rows)

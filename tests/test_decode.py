@@ -121,7 +121,7 @@ def test_prompts_around_a_prefill_chunk(engine, length):
 
 def test_a_bucket_crossed_inside_a_block(tiny_folder):
     engine = make_engine(tiny_folder(dtype=torch.bfloat16), torch.bfloat16)
-    for length in (120, 123, 124, 125, 127, 128):
+    for length in (121, 124, 127):
         ids = prompt(length, seed=length)
         for method in (TARGET, Method("top-r", r=2)):
             assert tokens_of(engine, method, ids) == tokens_of(engine, Method(), ids)

@@ -7,6 +7,7 @@ budget must reproduce its bits, in bf16 and in fp32.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ METHODS = [
     Method("target", max_draft=5),
 ]
 
-STORES = {
+STORES: dict[str, dict[str, Any]] = {
     "resident": {"kind": "resident"},
     "host-none": {"kind": "host", "poison": True},
     "disk-none": {"kind": "disk", "poison": True},
@@ -81,7 +82,7 @@ def combinations():
                 yield pytest.param(method, store, prefetch, id=name, marks=marks)
 
 
-@pytest.mark.parametrize(("method", "store", "prefetch"), combinations())
+@pytest.mark.parametrize(("method", "store", "prefetch"), list(combinations()))
 def test_bits_are_ars(reference, method, store, prefetch):
     engine, runs = reference
     method = replace(

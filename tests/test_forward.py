@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -160,7 +161,7 @@ def naive_moe(module, index, x_TH, top_r):
 @pytest.mark.parametrize("rows", [1, 8, 32], ids=["draft width", "block", "prefill chunk"])
 @pytest.mark.parametrize("top_r", [1, 2, None])
 def test_a_moe_layer_is_equation_4_and_5(tiny_folder, rows, top_r):
-    engine = make_engine(tiny_folder())
+    engine: Any = make_engine(tiny_folder())
     module = engine.target.moe_block(2)
     weights = {expert: w for (layer, expert), w in engine.store.weights.items() if layer == 2}
     x_TH = torch.randn(rows, 64, generator=torch.Generator().manual_seed(1))
@@ -285,7 +286,8 @@ def test_masks_are_causal(start, rows, repeat):
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 8)), min_size=1, max_size=12))
 def test_cache_is_a_list_that_is_extended_and_cropped(moves):
-    cache, model, number = BlockCache(2, 128, 32), [], 0
+    cache, number = BlockCache(2, 128, 32), 0
+    model: list[float] = []
     for rows, removed in moves:
         fresh = torch.arange(number, number + rows).float()
         number += rows
@@ -346,10 +348,11 @@ def test_draft_experts_as_trained_are_run_as_they_compute(tiny_folder):
 
     experts = DraftExperts(64, 24, (1, 2, 3)).requires_grad_(False)
     generator = torch.Generator().manual_seed(2)
+    expert: Any
     for expert in experts.experts.values():
         expert.down.copy_(torch.randn(expert.down.shape, generator=generator) * 0.2)
         expert.scale.fill_(0.7)
-    engine = make_engine(tiny_folder(), draft_experts=experts)
+    engine: Any = make_engine(tiny_folder(), draft_experts=experts)
     x_TH = torch.randn(1, 64, generator=generator)
     layer = engine._layers[3].moe
     with_it, _ = layer(x_TH, 1, StepPath("draft", top_r=1, draft_experts=True), engine.store)

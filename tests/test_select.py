@@ -26,7 +26,8 @@ def kept(steps, *args):
 
 def algorithm_1(steps, tau, budget):
     """Lines 1 to 15 of the paper's Algorithm 1, literally."""
-    draft, union = [], set()
+    draft: list[int] = []
+    union: set[int] = set()
     for i, (confidence, experts) in enumerate(steps):
         union_i = union | experts
         delta = len(union_i) - len(union)

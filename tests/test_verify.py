@@ -61,7 +61,8 @@ def test_chain_speculative_sampling_follows_the_target_exactly(vocab, drafts, sa
     target, drafter = random_language(seed, vocab, sampling), random_language(seed + 100, vocab, sampling)
 
     def program(branches):
-        draft, q = [], []
+        draft: list[int] = []
+        q: list[torch.Tensor] = []
         for _ in range(drafts):
             q.append(drafter(tuple(draft)))
             draft.append(branches.draw(q[-1]))

@@ -57,7 +57,7 @@ def measure_quality(model: Glm4MoeForCausalLM, dense: LlamaForCausalLM, held_NL:
     nats: dict[str, float] = {}
     kl = dense_nats = 0.0
     agree = tokens = 0
-    for routed in (top_k, 3, 1, 0):
+    for routed in sorted({top_k, min(3, top_k), 1, 0}, reverse=True):
         total = 0.0
         with _active_experts(model, routed):
             for rows_BL in held_NL.long().split(batch):

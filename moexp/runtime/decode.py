@@ -10,7 +10,7 @@ import hashlib
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -152,10 +152,18 @@ def decode(
     )
 
 
-def decode_all(*args: object, **kwargs: object) -> tuple[list[StepRecord], RequestRecord]:
-    """`decode` to its end: all step records and the request's record."""
+def decode_all(
+    engine: Engine,
+    prompt_ids: Sequence[int],
+    method: Method,
+    sampling: Sampling,
+    *,
+    max_new_tokens: int,
+    **options: Any,
+) -> tuple[list[StepRecord], RequestRecord]:
+    """`decode` to its end, with the same arguments: all step records and the request's record."""
     steps: list[StepRecord] = []
-    running = decode(*args, **kwargs)  # type: ignore[arg-type]
+    running = decode(engine, prompt_ids, method, sampling, max_new_tokens=max_new_tokens, **options)
     while True:
         try:
             steps.append(next(running))

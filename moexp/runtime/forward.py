@@ -285,6 +285,6 @@ class Engine:
 
     def _norm(self, module: Any) -> Callable[[Tensor], Tensor]:
         if not self._fused:
-            return module  # type: ignore[no-any-return]
+            return module
         weight, eps, shape = module.weight, module.variance_epsilon, module.weight.shape
         return lambda x_TH: F.rms_norm(x_TH, shape, weight, eps)

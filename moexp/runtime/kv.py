@@ -78,12 +78,14 @@ class BlockCache(Cache):
     def __init__(self, num_layers: int, capacity: int, kv_multiple: int) -> None:
         self.kv_multiple = kv_multiple
         self.capacity = padded_length(capacity, kv_multiple)
-        super().__init__(layers=[BlockCacheLayer(self.capacity, kv_multiple) for _ in range(num_layers)])
+        self._first = BlockCacheLayer(self.capacity, kv_multiple)
+        rest = [BlockCacheLayer(self.capacity, kv_multiple) for _ in range(num_layers - 1)]
+        super().__init__(layers=[self._first, *rest])
 
     @property
     def length(self) -> int:
         """Rows held."""
-        return self.layers[0].get_seq_length()
+        return self._first.length
 
 
 class CausalMasks:

@@ -121,9 +121,8 @@ class ExpertCompute:
         self.inner, self.acted, self.outputs = list(self.inner_UT2I), list(self.acted_UTI), list(self.outputs_UTH)
         self.outputs_flat = self.outputs_UTH.view(max_union * rows, hidden)
         # One expert's weights in fp32: reused by all, so that they stay in the processor's cache.
-        self.gate_up_2IH, self.down_HI = (
-            (buffer(2 * width, hidden), buffer(hidden, width)) if self.upcast else (None, None)
-        )
+        self.gate_up_2IH = buffer(2 * width, hidden) if self.upcast else None
+        self.down_HI = buffer(hidden, width) if self.upcast else None
 
     def block(
         self,
