@@ -28,6 +28,10 @@ def prepare(threads: int = 0) -> int:
         if libc is not None and hasattr(libc, "mallopt"):
             libc.mallopt(_M_MMAP_THRESHOLD, KEEP_BYTES)
             libc.mallopt(_M_TRIM_THRESHOLD, KEEP_BYTES)  # an int: at most 2 GiB
+    if not sys.stderr.isatty():  # bars of others obey the same rule as ours
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
     count = threads or os.cpu_count() or 1
     torch.set_num_threads(count)
     return count
