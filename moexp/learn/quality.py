@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Glm4MoeForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import DynamicCache, Glm4MoeForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from .kd import logit_loss
 from .repair import moe_layers
@@ -59,7 +59,8 @@ def measure_quality(model: Glm4MoeForCausalLM, dense: LlamaForCausalLM, held_NL:
     agree = tokens = 0
     for routed in sorted({top_k, min(3, top_k), 1, 0}, reverse=True):
         total = 0.0
-        with _active_experts(model, routed):
+        counted = loads if routed == top_k else {}
+        with _active_experts(model, routed), _counting(model, counted):
             for rows_BL in held_NL.long().split(batch):
                 hidden_TH = _hidden(model, rows_BL)
                 next_T = rows_BL[:, 1:].flatten()
@@ -70,7 +71,6 @@ def measure_quality(model: Glm4MoeForCausalLM, dense: LlamaForCausalLM, held_NL:
                     head_VH = dense.lm_head.weight
                     result = logit_loss(hidden_TH, dense_TH, model.lm_head.weight.to(hidden_TH.dtype), head_VH)
                     kl, agree, tokens = kl + result.kl, agree + result.agree, tokens + result.tokens
-                    _count_loads(model, rows_BL, loads)
         nats[f"top-{routed}"] = total / tokens
     load_LE = torch.stack(list(loads.values()))
     return Quality(
@@ -94,14 +94,15 @@ def sample_answers(
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
         )
-        ids = torch.tensor([prompt])
-        for _ in range(limit):  # the model is small: a plain loop, no cache, one code path
+        cache, fed, answer = DynamicCache(config=model.config), torch.tensor([prompt]), list[int]()
+        while len(answer) < limit:
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                token = model(input_ids=ids, use_cache=False).logits[0, -1].argmax()
-            if int(token) == tokenizer.eos_token_id:
+                token = int(model(input_ids=fed, cache=cache, use_cache=True).logits[0, -1].argmax())
+            if token == tokenizer.eos_token_id:
                 break
-            ids = torch.cat([ids, token.view(1, 1)], dim=1)
-        answers.append({"question": question, "answer": str(tokenizer.decode(ids[0, len(prompt) :]))})
+            answer.append(token)
+            fed = torch.tensor([[token]])
+        answers.append({"question": question, "answer": str(tokenizer.decode(answer))})
     return answers
 
 
@@ -134,18 +135,19 @@ def _logits(hidden_TH: Tensor, model: Any) -> Tensor:
     return F.linear(hidden_TH, model.lm_head.weight.to(hidden_TH.dtype)).float()
 
 
-def _count_loads(model: Glm4MoeForCausalLM, rows_BL: Tensor, loads: dict[int, Tensor]) -> None:
+@contextmanager
+def _counting(model: Glm4MoeForCausalLM, loads: dict[int, Tensor]) -> Iterator[None]:
+    """Inside, the layers in `loads` count how often each expert is chosen, [E]."""
     handles = []
-    for layer, block in moe_layers(model).items():
+    blocks = moe_layers(model)
+    for layer, load_E in loads.items():
 
-        def count(
-            _module: Any, _args: Any, output: tuple[Tensor, Tensor, Tensor], load_E: Tensor = loads[layer]
-        ) -> None:
-            load_E.add_(torch.bincount(output[2].flatten(), minlength=len(load_E)))
+        def count(_module: Any, _args: Any, output: tuple[Tensor, Tensor, Tensor], into_E: Tensor = load_E) -> None:
+            into_E.add_(torch.bincount(output[2].flatten(), minlength=len(into_E)))
 
-        handles.append(block.gate.register_forward_hook(count))
+        handles.append(blocks[layer].gate.register_forward_hook(count))
     try:
-        _hidden(model, rows_BL)
+        yield
     finally:
         for handle in handles:
             handle.remove()
