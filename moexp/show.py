@@ -90,13 +90,15 @@ def gate_table(gate: Gate) -> Table:
     """What was compared, by method; where it ran is said once for all methods that follow."""
     from moexp.evaluate import gate_rows
 
+    rows = list(gate_rows(gate))
+    mismatches = any(row["first_mismatch"] for row in rows)
     table = Table("method", box=None, pad_edge=False, title="Exactness (measured)", title_justify="left")
-    for name in ("prompts", "tokens", "rows", "differ"):
+    for name in ("prompts", "tokens", "rows", "differ", "tier"):
         table.add_column(name, justify="right")
-    table.add_column("first mismatch")
-    table.add_column("tier", justify="right")
+    if mismatches:
+        table.add_column("first mismatch")
     place = None
-    for row in gate_rows(gate):
+    for row in rows:
         here = f"{row['dtype']}, {row['store']} store" + (", padded experts" if row["target"] == "padded" else "")
         if here != place:
             table.add_row(f"[bold]{here}[/]")
@@ -104,9 +106,8 @@ def gate_table(gate: Gate) -> Table:
         gap = f" gap {row['gap']}" if row["gap"] else ""
         table.add_row(
             "  " + row["method"].replace("confidence-expansion", "conf-exp"),
-            *(str(row[name]) for name in ("prompts", "tokens", "logits_rows", "differing_rows")),
-            f"{row['first_mismatch']}{gap}",
-            str(row["tier"]),
+            *(str(row[name]) for name in ("prompts", "tokens", "logits_rows", "differing_rows", "tier")),
+            *([f"{row['first_mismatch']}{gap}"] if mismatches else []),
         )
     return table
 
