@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from moexp.target.draft_expert import DraftExperts
     from moexp.target.load import Target
 
-EARLIEST_STAGE = {"carved": "moexp build-target", "tiny": "moexp build-target"}
-
 
 def target_folder(recipe: Recipe) -> Path:
     """Where the recipe's built target lies (unpadded), whether it is there yet or not."""
@@ -34,7 +32,12 @@ def target_folder(recipe: Recipe) -> Path:
 def padded_folder(recipe: Recipe) -> Path:
     """Where the target to decode from lies: the padded copy where the recipe asks for one."""
     folder, width = target_folder(recipe), recipe.target.pad_expert_width
-    return folder if width is None else folder.with_name(f"{folder.name}-pad{width}")
+    return folder if width is None else padded_beside(folder, width)
+
+
+def padded_beside(folder: Path, width: int) -> Path:
+    """Where the copy of the target in `folder` lies whose experts are padded to `width`."""
+    return folder.with_name(f"{folder.name}-pad{width}")
 
 
 def draft_folder(recipe: Recipe) -> Path:

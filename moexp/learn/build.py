@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from transformers import Glm4MoeForCausalLM, PreTrainedTokenizerBase
 
+from ..artifacts import padded_beside
 from ..atomic import new_folder, write_json
 from ..errors import MoexpError
 from ..progress import note_of, stage
@@ -46,7 +47,7 @@ def build_target(recipe: Recipe, folder: Path, *, cache: Path, provenance: dict[
         _build_carved(recipe, folder, cache, provenance)
     if section.pad_expert_width is None:
         return folder
-    padded = folder.with_name(f"{folder.name}-pad{section.pad_expert_width}")
+    padded = padded_beside(folder, section.pad_expert_width)
     if not (padded / "config.json").exists():
         with stage(f"Pad experts to {section.pad_expert_width}", None) as advance:
             pad_experts(folder, padded, section.pad_expert_width, advance)
@@ -178,9 +179,6 @@ def _save(
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What `build-target` measured and recorded about the target in `folder` (or the one it was padded from)."""
-    for place in (folder, folder.with_name(folder.name.rsplit("-pad", 1)[0])):
-        if (place / MANIFEST).exists():
-            manifest: dict[str, Any] = json.loads((place / MANIFEST).read_text())
-            return manifest
-    return {}
+    """What `build-target` recorded about the target in `folder` (padded copies carry it too); empty if nothing."""
+    path = folder / MANIFEST
+    return json.loads(path.read_text()) if path.exists() else {}

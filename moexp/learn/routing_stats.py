@@ -98,7 +98,5 @@ def _starts(shard: TraceShard, length: int) -> np.ndarray:
     starts_T = np.zeros(len(shard), dtype=bool)
     count = len(shard) - length + 1
     if count > 0:
-        last = slice(length - 1, None)
-        same = shard.sample_T[:count] == shard.sample_T[last]
-        starts_T[:count] = same & (shard.position_T[last] - shard.position_T[:count] == length - 1)
+        starts_T[:count] = shard.sample_T[:count] == shard.sample_T[length - 1 :]
     return starts_T
