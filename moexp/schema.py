@@ -63,8 +63,22 @@ class CorpusSection(Section):
     """Dealt to the streams in turn; 0 is greedy."""
 
 
+class DeltaSection(Section):
+    """A last stage of repair that readies the target to be kept as a small delta from the dense model."""
+
+    density: Annotated[float, Field(gt=0, le=0.5)] = 0.14
+    """Share of the expert weights that the delta moves, up or down by one step."""
+    steps: NonNegative = 100
+    lr: PositiveFloat = 2e-4
+
+
 class RepairSection(Section):
     """Distillation of the carved model from the dense one: layer by layer, then end to end."""
+
+    scope: Literal["all", "moe"] = "all"
+    """What end-to-end repair may change: everything but the embedding, or MoE blocks and norms only."""
+    delta: DeltaSection | None = None
+    """Train a delta too (needs scope moe); it lies in the target's folder as `repair.delta`."""
 
     layerwise_steps: NonNegative = 110
     layerwise_lr: PositiveFloat = 1e-3
@@ -78,7 +92,13 @@ class RepairSection(Section):
     bias_rate: NonNegativeFloat = 1e-3
     """Step of the selection bias towards an even load."""
     max_minutes: PositiveFloat | None = 10.0
-    """Both stages together; a slow machine trains less. null: no cap."""
+    """All stages together; a slow machine trains less. null: no cap."""
+
+    @model_validator(mode="after")
+    def _delta_holds_all(self) -> RepairSection:
+        if self.delta is not None and self.scope != "moe":
+            raise ValueError("delta needs scope: moe, a delta holds nothing else")
+        return self
 
 
 class TinySection(Section):
@@ -106,6 +126,8 @@ class TargetSection(Section):
     revision: str | None = None
     """Commit, tag or branch on the hub."""
     dtype: DType = "bfloat16"
+    delta: str | None = None
+    """A delta shipped with the package, or a file: the target is rebuilt from it, without any training."""
     carve: CarveSection = CarveSection()
     corpus: CorpusSection = CorpusSection()
     repair: RepairSection = RepairSection()

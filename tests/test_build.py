@@ -111,7 +111,7 @@ def test_repair_brings_the_model_nearer_to_the_dense_one_in_both_stages():
     dense = dense_model(dtype=torch.bfloat16)
     rows = random_rows(16, 24)
     calibration = calibrate(dense, iter(rows[:8].long().split(4)), range(1, 3))
-    model, groups = carve(dense, calibration, Geometry(32, 8, 3, 8))
+    model, plans = carve(dense, calibration, Geometry(32, 8, 3, 8))
     prepare(model)
     embedding: Any = model.get_input_embeddings()
     before = embedding.weight.detach().clone()
@@ -119,7 +119,7 @@ def test_repair_brings_the_model_nearer_to_the_dense_one_in_both_stages():
     model.train()
     log: list[float] = []
     watch: dict[str, Any] = {"on_step": lambda step, metrics: log.append(metrics["residual"])}
-    repair_layerwise(model, dense, groups, rows, SETTINGS, **watch)
+    repair_layerwise(model, dense, plans, rows, SETTINGS, **watch)
     kl.append(measure_quality(model, dense, rows).kl)
     model.train()
     repair_end_to_end(model, dense, rows, SETTINGS)

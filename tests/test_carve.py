@@ -13,10 +13,12 @@ from moexp.errors import MoexpError
 from moexp.learn.repair import moe_layers
 from moexp.target.carve import (
     Geometry,
+    LayerPlan,
     balanced_clusters,
     calibrate,
     carve,
     fit_router,
+    plan_layer,
     split_neurons,
 )
 from tests.tiny_models import dense_model, random_rows
@@ -27,12 +29,12 @@ def dense() -> LlamaForCausalLM:
     return dense_model()
 
 
-def carved(dense: LlamaForCausalLM, **changes: Any) -> tuple[Glm4MoeForCausalLM, list[Tensor]]:
+def carved(dense: LlamaForCausalLM, **changes: Any) -> tuple[Glm4MoeForCausalLM, list[LayerPlan]]:
     values: dict[str, Any] = {"shared_neurons": 32, "routed_experts": 8, "top_k": 3, "expert_width": 8}
     layers = range(1, dense.config.num_hidden_layers)
     calibration = calibrate(dense, iter(random_rows(8, 24).long().split(4)), layers)
-    model, groups = carve(dense, calibration, Geometry(**values | changes))
-    return model.eval(), groups
+    model, plans = carve(dense, calibration, Geometry(**values | changes))
+    return model.eval(), plans
 
 
 def logits(model: Any, seed: int = 1) -> Tensor:
@@ -59,15 +61,15 @@ def test_with_few_experts_active_it_is_near_the_dense_model_but_not_it(dense: Ll
 
 
 def test_each_neuron_goes_to_one_place_and_keeps_its_weights(dense: LlamaForCausalLM):
-    model, groups = carved(dense)
-    for (layer, block), groups_En in zip(moe_layers(model).items(), groups, strict=True):
+    model, plans = carved(dense)
+    for (layer, block), plan in zip(moe_layers(model).items(), plans, strict=True):
         mlp: Any = dense.model.layers[layer].mlp
         shared = block.shared_experts.gate_proj.weight
         routed = block.experts.gate_up_proj[:, :8].flatten(0, 1)
         rows = torch.cat([shared, routed])
         assert torch.equal(rows.sort(dim=0).values, mlp.gate_proj.weight.sort(dim=0).values)
         expert, place = 5, 2
-        neuron = groups_En[expert, place]
+        neuron = plan.own_En[expert, place]
         assert torch.equal(block.experts.gate_up_proj[expert, 8 + place], mlp.up_proj.weight[neuron])
         assert torch.equal(block.experts.down_proj[expert, :, place], mlp.down_proj.weight[:, neuron])
     assert not hasattr(model.model.layers[0].mlp, "experts")
@@ -121,3 +123,23 @@ def test_a_geometry_that_cannot_be_is_an_error_that_says_what_can(changes: dict[
     values = {"shared_neurons": 32, "routed_experts": 8, "top_k": 3, "expert_width": 8} | changes
     with pytest.raises(MoexpError, match=message):
         Geometry(**values).neurons_per_expert(96)
+
+
+def test_spares_are_neurons_missed_where_the_expert_is_chosen():
+    # tokens of kind c fire the neurons of cluster c, and half of them neuron 0 of the next cluster as well
+    tokens, clusters, size = 240, 4, 3
+    kind_T = torch.arange(tokens) % clusters
+    shared = size + 1
+    contribution_TN = torch.full((tokens, shared + clusters * size), 0.01)
+    contribution_TN[:, :shared] = 9.0
+    for cluster in range(clusters):
+        first, after = shared + cluster * size, shared + (cluster + 1) % clusters * size
+        contribution_TN[kind_T == cluster, first : first + size] = 1.0
+        contribution_TN[(kind_T == cluster) & (torch.arange(tokens) % 8 < 4), after] = 0.5
+    contribution_TN += 0.01 * torch.rand(contribution_TN.shape, generator=torch.Generator().manual_seed(0))
+    plan = plan_layer(contribution_TN, Geometry(shared, clusters, 1, size + 1, cluster_rounds=6))
+    assert plan.shared_S.tolist() == list(range(shared)) and plan.spare_Em.shape == (clusters, 1)
+    for own_n, spare_m in zip(plan.own_En, plan.spare_Em, strict=True):
+        cluster = (int(own_n[0]) - shared) // size
+        assert own_n.tolist() == [shared + cluster * size + place for place in range(size)]
+        assert spare_m.tolist() == [shared + (cluster + 1) % clusters * size]

@@ -11,6 +11,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import Glm4MoeForCausalLM, PreTrainedTokenizerBase
 
@@ -20,7 +21,8 @@ from ..errors import MoexpError
 from ..progress import note_of, stage
 from ..recipe import Recipe
 from ..schema import TargetSection
-from ..target.carve import Geometry, calibrate, carve
+from ..target.carve import Geometry, LayerPlan, calibrate, carve
+from ..target.delta import apply_delta, find_delta, kind_of, save_delta, stored
 from ..target.pad import pad_experts
 from ..target.source import Dense, load_dense
 from ..target.tiny import build_tiny_target
@@ -30,6 +32,7 @@ from .quality import Quality, measure_quality, sample_answers
 from .repair import RepairSettings, prepare, repair_end_to_end, repair_layerwise
 
 MANIFEST = "moexp_target.json"
+DELTA = "repair.delta"  # no .safetensors: loaders must not take it for a shard
 HELD_OUT_ROWS = 24
 
 
@@ -89,29 +92,36 @@ def _build_carved(recipe: Recipe, folder: Path, cache: Path, provenance: dict[st
         section.corpus, dense.model, dense.tokenizer, work / "corpus", author="dense", seed=recipe.seed
     )
     held_NL, train_NL = rows_NL[:HELD_OUT_ROWS], rows_NL[HELD_OUT_ROWS:]
-    model, groups = _carve(dense, train_NL, geometry, section.carve.calibration_tokens)
-    quality = {"carved": measure_quality(model, dense.model, held_NL).as_dict()}
-    _repair(model, dense, groups, train_NL, recipe, work / "repair")
+    manifest: dict[str, Any] = {"origin": dense.origin, "geometry": section.carve.model_dump(), "delta": section.delta}
+    quality: dict[str, Any] = {}
+    delta = None
+    if section.delta is not None:
+        with stage("Apply the delta", None):
+            model, manifest["repair"] = apply_delta(find_delta(section.delta), dense.model, geometry)
+    else:
+        model, plans = _carve(dense, train_NL, geometry, section.carve.calibration_tokens)
+        quality["carved"] = measure_quality(model, dense.model, held_NL).as_dict()
+        bases = {name: tensor.clone() for name, tensor in stored(model) if kind_of(name) == "ternary"}
+        _repair(model, dense, plans, bases, train_NL, recipe, work / "repair")
+        manifest["repair"] = {"tokens": train_NL.numel(), **section.repair.model_dump()}
+        if section.repair.delta is not None:
+            delta, density = work / "delta.safetensors", section.repair.delta.density
+            save_delta(delta, model, dense.model, plans, geometry, density, manifest["repair"])
+            model, _ = apply_delta(delta, dense.model, geometry)  # what a build from the delta gets, to the bit
     model = model.eval().bfloat16()
     with stage("Measure quality", None):
         repaired = measure_quality(model, dense.model, held_NL)
         quality["repaired"] = repaired.as_dict()
         answers = sample_answers(model, dense.tokenizer)
     _check(repaired)
-    _save(model, dense.tokenizer, folder, {
-        "origin": dense.origin,
-        "geometry": section.carve.model_dump(),
-        "corpus": {"rows": len(rows_NL), "tokens": rows_NL.numel(), "held_out_rows": HELD_OUT_ROWS},
-        "quality": quality,
-        "answers": answers,
-        "provenance": provenance,
-    })  # fmt: skip
+    manifest |= {"quality": quality, "answers": answers, "provenance": provenance}
+    _save(model, dense.tokenizer, folder, manifest, delta)
     shutil.rmtree(work / "repair", ignore_errors=True)  # weights and moments of every stage: a gigabyte and more
 
 
 def _carve(
     dense: Dense, train_NL: Tensor, geometry: Geometry, calibration_tokens: int
-) -> tuple[Glm4MoeForCausalLM, list[Tensor]]:
+) -> tuple[Glm4MoeForCausalLM, list[LayerPlan]]:
     layers = range(1, dense.model.config.num_hidden_layers)
     rows = max(1, calibration_tokens // train_NL.shape[1])
     with stage("Calibrate", None):
@@ -123,35 +133,48 @@ def _carve(
 def _repair(
     model: Glm4MoeForCausalLM,
     dense: Dense,
-    groups: list[Tensor],
+    plans: list[LayerPlan],
+    bases: dict[str, Tensor],
     train_NL: Tensor,
     recipe: Recipe,
     folder: Path,
 ) -> None:
     settings = _repair_settings(recipe)
     identity = recipe.digest("target", "seed")
-    prepare(model)
-    second = folder / "end-to-end"
-    if not second.exists():  # its checkpoint already holds what stage one learned
+    prepare(model, recipe.target.repair.scope)
+    # the checkpoint of a stage already holds what those before it learned
+    second, third = folder / "end-to-end", folder / "delta"
+    if not second.exists() and not third.exists():
         with stage("Repair, layer by layer", settings.layerwise.steps) as advance:
             repair_layerwise(
-                model, dense.model, groups, train_NL, settings, checkpoint=folder / "layer-wise",
+                model, dense.model, plans, train_NL, settings, checkpoint=folder / "layer-wise",
                 identity=identity, on_step=lambda step, metrics: advance(step, note_of(metrics, "residual")),
             )  # fmt: skip
-    with stage("Repair, end to end", settings.end_to_end.steps) as advance:
-        repair_end_to_end(
-            model, dense.model, train_NL, settings, checkpoint=second,
-            identity=identity, on_step=lambda step, metrics: advance(step, note_of(metrics, "kl", "agreement")),
-        )  # fmt: skip
+    if not third.exists():
+        with stage("Repair, end to end", settings.end_to_end.steps) as advance:
+            repair_end_to_end(
+                model, dense.model, train_NL, settings, checkpoint=second, identity=identity,
+                on_step=lambda step, metrics: advance(step, note_of(metrics, "kl", "agreement")),
+            )  # fmt: skip
+    if settings.delta is not None:
+        bases |= {name: torch.zeros_like(tensor) for name, tensor in stored(model) if kind_of(name) == "int8"}
+        with stage("Repair, as the delta will be", settings.delta.steps) as advance:
+            repair_end_to_end(
+                model, dense.model, train_NL, settings, bases=bases, checkpoint=third, identity=identity,
+                on_step=lambda step, metrics: advance(step, note_of(metrics, "kl", "agreement")),
+            )  # fmt: skip
 
 
 def _repair_settings(recipe: Recipe) -> RepairSettings:
     section = recipe.target.repair
-    layerwise_share = 0.35
-    cap = section.max_minutes
+    cap, delta = section.max_minutes, section.delta
+    layerwise_share, delta_share = 0.3 if delta else 0.35, 0.25 if delta else 0.0
+    rest = 1 - layerwise_share - delta_share
     return RepairSettings(
         layerwise=Schedule(section.layerwise_steps, section.layerwise_lr, max_minutes=cap and cap * layerwise_share),
-        end_to_end=Schedule(section.e2e_steps, section.e2e_lr, max_minutes=cap and cap * (1 - layerwise_share)),
+        end_to_end=Schedule(section.e2e_steps, section.e2e_lr, max_minutes=cap and cap * rest),
+        delta=Schedule(delta.steps, delta.lr, max_minutes=cap and cap * delta_share) if delta else None,
+        density=delta.density if delta else 0.0,
         layerwise_rows=section.layerwise_rows,
         rows=section.rows,
         router_weight=section.router_weight,
@@ -168,7 +191,11 @@ def _check(quality: Quality) -> None:
 
 
 def _save(
-    model: Glm4MoeForCausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path, manifest: dict[str, Any]
+    model: Glm4MoeForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    manifest: dict[str, Any],
+    delta: Path | None,
 ) -> None:
     for gate_bias in (m for name, m in model.named_buffers() if name.endswith("e_score_correction_bias")):
         gate_bias.data = gate_bias.data.float()
@@ -176,6 +203,8 @@ def _save(
         model.save_pretrained(into, max_shard_size="20GB")
         tokenizer.save_pretrained(into)
         write_json(into / MANIFEST, manifest)
+        if delta is not None:
+            shutil.move(delta, into / DELTA)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -12,12 +12,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import PreTrainedModel, StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+STREAM_ATTENTION = "moexp_stream"
 CANDIDATES = 64  # tokens a draw chooses from: the tail of a small model's distribution is noise
 
 
@@ -75,7 +79,7 @@ def write_streams(
     written_BL = torch.zeros(rows, length, dtype=torch.bool)
     cache = StaticCache(config=model.config, max_cache_len=length)
     sampled: list[int] = [0] * rows
-    with torch.no_grad():
+    with torch.no_grad(), _stream_attention(model):
         for position in range(length):
             chosen = [writer.next_token(sampled[row]) for row, writer in enumerate(writers)]
             tokens_BL[:, position] = torch.tensor([token for token, _ in chosen])
@@ -89,6 +93,42 @@ def write_streams(
                 ).logits[:, -1]
                 sampled = _sample(logits_BV, temperature_B, generator).tolist()
     return Streams(tokens=tokens_BL, written=written_BL)
+
+
+@contextmanager
+def _stream_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model attends as `_attend_one` does; its own attention is put back."""
+    before = model.config._attn_implementation
+    if STREAM_ATTENTION not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        ALL_ATTENTION_FUNCTIONS.register(STREAM_ATTENTION, _attend_one)
+    model.set_attn_implementation(STREAM_ATTENTION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+def _attend_one(
+    _module: nn.Module,
+    query_BN1D: Tensor,
+    key_BMLD: Tensor,
+    value_BMLD: Tensor,
+    _mask: Tensor | None,
+    scaling: float | None = None,
+    *,
+    position_ids: Tensor,
+    **ignored: object,
+) -> tuple[Tensor, None]:
+    """One query a row, all rows at one position: no mask, no padded keys, and the query heads of a group packed so
+    that each key is read once.
+    """
+    rows, heads, _, dim = query_BN1D.shape
+    length = int(position_ids[0, 0]) + 1
+    mixed_BMGD = F.scaled_dot_product_attention(
+        query_BN1D.view(rows, key_BMLD.shape[1], -1, dim), key_BMLD[:, :, :length], value_BMLD[:, :, :length],
+        scale=scaling,
+    )  # fmt: skip
+    return mixed_BMGD.reshape(rows, 1, heads, -1), None
 
 
 class _Writer:

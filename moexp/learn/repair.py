@@ -2,24 +2,28 @@
 
 First every MoE block learns, on the dense model's own hidden states, to reproduce the dense FFN's output and to
 route by the energy of the neurons it was given (all layers in one dense forward pass, no stored features). Then the
-whole model learns the dense model's next-token distribution end to end. A selection bias, moved after every step
-towards an even load as in DeepSeek-V3, keeps all experts in use.
+whole model learns the dense model's next-token distribution end to end; last, where the result is to be kept as a
+small delta, it goes on learning with the weights that the delta will give back. A selection bias, moved after every
+step towards an even load as in DeepSeek-V3, keeps all experts in use.
 
 Shapes: B rows, L tokens a row, T = B x L, H hidden size, E experts, n neurons an expert received, k experts a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Glm4MoeForCausalLM, LlamaForCausalLM
 
+from ..target.carve import LayerPlan
+from ..target.delta import as_delivered, kind_of
 from .kd import logit_loss
 from .loop import Metrics, Schedule, batch_rows, train
 from .masked import training_implementation
@@ -29,10 +33,14 @@ OnStep = Callable[[int, Metrics], None]
 
 @dataclass(frozen=True)
 class RepairSettings:
-    """Both stages. the two `rows` are batches in rows of the corpus; `bias_rate` moves the load-balancing bias."""
+    """All stages. the two `rows` are batches in rows of the corpus; `bias_rate` moves the load-balancing bias;
+    `density` is that of the delta, for its stage.
+    """
 
     layerwise: Schedule
     end_to_end: Schedule
+    delta: Schedule | None = None
+    density: float = 0.14
     layerwise_rows: int = 4
     rows: int = 8
     router_weight: float = 0.05
@@ -40,13 +48,20 @@ class RepairSettings:
     seed: int = 0
 
 
-def prepare(student: Glm4MoeForCausalLM) -> None:
-    """Readies a carved model for both stages: a trainable experts implementation, the tied embedding frozen."""
+def prepare(student: Glm4MoeForCausalLM, scope: Literal["all", "moe"] = "all") -> None:
+    """Readies a carved model for all stages: a trainable experts implementation, the tied embedding frozen.
+
+    With scope `moe` only what a delta holds is trained: MoE blocks and norms.
+    """
     student.set_experts_implementation(
         training_implementation(student.config.n_routed_experts, student.config.moe_intermediate_size)
     )
     for parameter in student.get_input_embeddings().parameters():
         parameter.requires_grad_(False)
+    if scope == "moe":
+        for name, parameter in student.named_parameters():
+            if kind_of(name) == "dense":
+                parameter.requires_grad_(False)
     student.train()
 
 
@@ -100,7 +115,7 @@ class LoadBalancer:
 def repair_layerwise(
     student: Glm4MoeForCausalLM,
     dense: LlamaForCausalLM,
-    groups: list[Tensor],
+    plans: list[LayerPlan],
     corpus_NL: Tensor,
     settings: RepairSettings,
     *,
@@ -111,7 +126,7 @@ def repair_layerwise(
     """Stage one, in place: each MoE block (fp32) against the dense FFN, on the dense model's hidden states.
 
     Args:
-        groups: for each MoE layer the neurons [E, n] of its experts.
+        plans: where the neurons of each MoE layer went.
         corpus_NL: token rows, int.
         checkpoint: folder to resume from and to write to.
     """
@@ -119,10 +134,10 @@ def repair_layerwise(
     energies: dict[int, Tensor] = {}
     errors: list[float] = []
     handles = []
-    for (layer, block), groups_En in zip(blocks.items(), groups, strict=True):
+    for (layer, block), plan in zip(blocks.items(), plans, strict=True):
         mlp = dense.model.layers[layer].mlp
         norm_N = mlp.down_proj.weight.float().norm(dim=0)
-        handles.append(mlp.down_proj.register_forward_pre_hook(_keep_energy(energies, layer, norm_N, groups_En)))
+        handles.append(mlp.down_proj.register_forward_pre_hook(_keep_energy(energies, layer, norm_N, plan.own_En)))
         handles.append(mlp.register_forward_hook(_learn_block(block, energies, layer, settings, errors)))
     balancer = LoadBalancer(student, settings.bias_rate)
 
@@ -188,25 +203,35 @@ def repair_end_to_end(
     corpus_NL: Tensor,
     settings: RepairSettings,
     *,
+    bases: Mapping[str, Tensor] | None = None,
     checkpoint: Path | None = None,
     identity: str = "",
     on_step: OnStep = lambda step, metrics: None,
 ) -> None:
-    """Stage two, in place: the whole model (fp32, embedding frozen) against the dense model's next-token
+    """Stages two and three, in place: the whole model (fp32, embedding frozen) against the dense model's next-token
     distribution.
+
+    Args:
+        bases: the carved weights before repair, by parameter. Given, this is stage three: each step computes with
+            what a delta of the weights would give back, and its gradient moves the weights themselves
+            (straight-through).
     """
     balancer = LoadBalancer(student, settings.bias_rate)
     head_VH = dense.lm_head.weight.bfloat16()
     student_head_VH = student.lm_head.weight.detach().bfloat16()
+    schedule = settings.end_to_end if bases is None else settings.delta
+    assert schedule is not None
 
     def step_fn(step: int) -> Metrics:
-        rows = corpus_NL[batch_rows(len(corpus_NL), settings.rows, step, settings.seed + 1)].long()
+        shuffle = settings.seed + (1 if bases is None else 2)
+        rows = corpus_NL[batch_rows(len(corpus_NL), settings.rows, step, shuffle)].long()
         with torch.no_grad():
             teacher_TH = dense.model(input_ids=rows, use_cache=False).last_hidden_state.flatten(0, 1)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            made_TH = student.model(input_ids=rows, use_cache=False).last_hidden_state.flatten(0, 1)
-        result = logit_loss(made_TH.bfloat16(), teacher_TH, student_head_VH, head_VH)
-        (result.loss / result.tokens).backward()
+        with nullcontext() if bases is None else delivered(student, bases, settings.density):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                made_TH = student.model(input_ids=rows, use_cache=False).last_hidden_state.flatten(0, 1)
+            result = logit_loss(made_TH.bfloat16(), teacher_TH, student_head_VH, head_VH)
+            (result.loss / result.tokens).backward()
         return {
             "kl": result.kl / result.tokens,
             "agreement": result.agree / result.tokens,
@@ -217,7 +242,7 @@ def repair_end_to_end(
     try:
         train(
             names,
-            settings.end_to_end,
+            schedule,
             step_fn,
             checkpoint=checkpoint,
             identity=identity,
@@ -226,3 +251,18 @@ def repair_end_to_end(
         )
     finally:
         balancer.close()
+
+
+@contextmanager
+def delivered(student: Glm4MoeForCausalLM, bases: Mapping[str, Tensor], density: float) -> Iterator[None]:
+    """Inside, the parameters named in `bases` hold what a delta of them would give back."""
+    latents = {name: parameter for name, parameter in student.named_parameters() if name in bases}
+    kept = {name: parameter.data for name, parameter in latents.items()}
+    try:
+        with torch.no_grad():
+            for name, parameter in latents.items():
+                parameter.data = as_delivered(name, kept[name], bases[name].float(), density).contiguous()
+        yield
+    finally:
+        for name, parameter in latents.items():
+            parameter.data = kept[name]

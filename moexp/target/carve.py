@@ -27,8 +27,8 @@ from ..errors import MoexpError
 
 @dataclass(frozen=True)
 class Geometry:
-    """The shape of a carved layer. `expert_width` may exceed the neurons an expert receives: the rest starts at
-    zero output.
+    """The shape of a carved layer. `expert_width` may exceed the neurons an expert receives: the rest are spares,
+    which copy the input side of neurons that others own and start at zero output.
     """
 
     shared_neurons: int
@@ -65,6 +65,15 @@ class Calibration:
 
     inputs_TH: Tensor
     activations_TN: Tensor
+
+
+@dataclass
+class LayerPlan:
+    """Where the neurons of one dense FFN go: shared [S], to each expert its own [E, n], and copied as spares [E, m]."""
+
+    shared_S: Tensor
+    own_En: Tensor
+    spare_Em: Tensor
 
 
 @torch.no_grad()
@@ -189,41 +198,65 @@ def carve(
     calibration: list[Calibration],
     geometry: Geometry,
     on_layer: Callable[[int], None] = lambda layer: None,
-) -> tuple[Glm4MoeForCausalLM, list[Tensor]]:
-    """The carved model in fp32, routers fitted, not yet repaired, and the neurons [E, n] of each layer's experts.
+) -> tuple[Glm4MoeForCausalLM, list[LayerPlan]]:
+    """The carved model in fp32, routers fitted, not yet repaired, and how each layer was split.
 
     `calibration` covers layers 1 and up.
     """
-    config = carved_config(dense, geometry)
-    model = Glm4MoeForCausalLM(config).float()
+    plans: list[LayerPlan] = []
+    routers: list[Tensor] = []
+    for layer, seen in enumerate(calibration, start=1):
+        down_HN = dense.model.layers[layer].mlp.down_proj.weight.float()
+        contribution_TN = seen.activations_TN.float().abs() * down_HN.norm(dim=0)
+        plan = plan_layer(contribution_TN, geometry)
+        energy_TE = contribution_TN[:, plan.own_En.flatten()].pow(2).unflatten(1, plan.own_En.shape).sum(-1)
+        routers.append(fit_router(seen.inputs_TH, energy_TE))
+        plans.append(plan)
+        on_layer(layer)
+    model = carve_as_planned(dense, plans, geometry)
+    for layer, router_EH in enumerate(routers, start=1):
+        model.model.layers[layer].mlp.gate.weight.copy_(router_EH)
+    return model, plans
+
+
+def plan_layer(contribution_TN: Tensor, geometry: Geometry) -> LayerPlan:
+    """Splits a layer's neurons by what they contributed [T, N], and finds each expert's spares.
+
+    A spare is a neuron of another expert that was most active where this expert would be chosen and its owner not.
+    """
+    shared_S, own_En = split_neurons(contribution_TN, geometry)
+    energy_TN = contribution_TN.float().pow(2)
+    energy_TE = energy_TN[:, own_En.flatten()].unflatten(1, own_En.shape).sum(-1)
+    chosen_TE = torch.zeros_like(energy_TE).scatter_(1, energy_TE.topk(geometry.top_k, dim=-1).indices, 1.0)
+    owned_TR = (1.0 - chosen_TE).repeat_interleave(own_En.shape[1], dim=1)  # columns in the order of own_En
+    missed_ER = chosen_TE.T @ (energy_TN[:, own_En.flatten()] * owned_TR)
+    missed_ER.view(*own_En.shape[:1], *own_En.shape).diagonal(dim1=0, dim2=1).fill_(-1.0)  # its own neurons
+    spares = min(geometry.expert_width - own_En.shape[1], own_En.numel() - own_En.shape[1])
+    best_Em = missed_ER.argsort(dim=1, descending=True, stable=True)[:, :spares]
+    return LayerPlan(shared_S, own_En, own_En.flatten()[best_Em])
+
+
+@torch.no_grad()
+def carve_as_planned(dense: LlamaForCausalLM, plans: list[LayerPlan], geometry: Geometry) -> Glm4MoeForCausalLM:
+    """The carved model in fp32 with every neuron in its place; the routers are left at zero."""
+    model = Glm4MoeForCausalLM(carved_config(dense, geometry)).float()
     state = {name: tensor.float() for name, tensor in dense.state_dict().items()}
     model.load_state_dict({name: state[name] for name in model.state_dict() if name in state}, strict=False)
-    groups: list[Tensor] = []
-    for layer, seen in enumerate(calibration, start=1):
-        groups.append(_carve_layer(model, state, layer, seen, geometry))
-        on_layer(layer)
-    return model, groups
-
-
-def _carve_layer(
-    model: Glm4MoeForCausalLM, state: dict[str, Tensor], layer: int, seen: Calibration, geometry: Geometry
-) -> Tensor:
-    prefix = f"model.layers.{layer}.mlp."
-    gate_NH, up_NH, down_HN = (state[f"{prefix}{name}.weight"] for name in ("gate_proj", "up_proj", "down_proj"))
-    contribution_TN = seen.activations_TN.float().abs() * down_HN.norm(dim=0)
-    shared_S, groups_En = split_neurons(contribution_TN, geometry)
-    block = model.model.layers[layer].mlp
-    block.shared_experts.gate_proj.weight.copy_(gate_NH[shared_S])
-    block.shared_experts.up_proj.weight.copy_(up_NH[shared_S])
-    block.shared_experts.down_proj.weight.copy_(down_HN[:, shared_S])
-    experts, width, size = block.experts, geometry.expert_width, groups_En.shape[1]
-    spread = float(gate_NH.std())  # spare neurons: random input, zero output, so that repair may use them
-    experts.gate_up_proj.normal_(0.0, spread, generator=torch.Generator().manual_seed(layer))
-    experts.down_proj.zero_()
-    experts.gate_up_proj[:, :size] = gate_NH[groups_En]
-    experts.gate_up_proj[:, width : width + size] = up_NH[groups_En]
-    experts.down_proj[:, :, :size] = down_HN[:, groups_En].permute(1, 0, 2)
-    energy_TE = contribution_TN[:, groups_En.flatten()].pow(2).unflatten(1, groups_En.shape).sum(-1)
-    block.gate.weight.copy_(fit_router(seen.inputs_TH, energy_TE))
-    block.gate.e_score_correction_bias.zero_()
-    return groups_En
+    for layer, plan in enumerate(plans, start=1):
+        prefix = f"model.layers.{layer}.mlp."
+        gate_NH, up_NH, down_HN = (state[f"{prefix}{name}.weight"] for name in ("gate_proj", "up_proj", "down_proj"))
+        block = model.model.layers[layer].mlp
+        block.shared_experts.gate_proj.weight.copy_(gate_NH[plan.shared_S])
+        block.shared_experts.up_proj.weight.copy_(up_NH[plan.shared_S])
+        block.shared_experts.down_proj.weight.copy_(down_HN[:, plan.shared_S])
+        experts, width, own = block.experts, geometry.expert_width, plan.own_En.shape[1]
+        inputs_EI = torch.cat([plan.own_En, plan.spare_Em], dim=1)
+        filled = inputs_EI.shape[1]
+        experts.gate_up_proj.zero_()
+        experts.down_proj.zero_()
+        experts.gate_up_proj[:, :filled] = gate_NH[inputs_EI]
+        experts.gate_up_proj[:, width : width + filled] = up_NH[inputs_EI]
+        experts.down_proj[:, :, :own] = down_HN[:, plan.own_En].permute(1, 0, 2)
+        block.gate.weight.zero_()
+        block.gate.e_score_correction_bias.zero_()
+    return model
