@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 def target_folder(recipe: Recipe) -> Path:
     """Where the recipe's built target lies (unpadded), whether it is there yet or not."""
+    if recipe.paths.target is not None:
+        return Path(recipe.paths.target)
     return artifact_path("targets", recipe, "target", "seed")
 
 
@@ -42,6 +44,8 @@ def padded_beside(folder: Path, width: int) -> Path:
 
 def draft_folder(recipe: Recipe) -> Path:
     """Where the recipe's draft experts lie."""
+    if recipe.paths.draft_experts is not None:
+        return Path(recipe.paths.draft_experts)
     return artifact_path("drafts", recipe, "target", "draft", "seed")
 
 

@@ -121,11 +121,11 @@ def show_recipe(recipe: RecipeOption = "pocket", changes: SetOption = None) -> N
 
 
 @command(app, "build-target", "moexp build-target --recipe pocket")
-def build_target(recipe: RecipeOption = "pocket", changes: SetOption = None) -> None:
-    """Build the target to decode: carve a dense model into experts and repair it."""
+def build_target(recipe: RecipeOption = "pocket", changes: SetOption = None, out: OutOption = None) -> None:
+    """Build the target to decode: a dense model carved into experts, and repaired."""
     from moexp.stages import build_stage
 
-    build_stage(load(recipe, changes), _console())
+    build_stage(load(recipe, _placed(changes, "paths.target", out)), _console())
 
 
 @command(app, "trace-routing", "moexp trace-routing --recipe pocket --text machine")
@@ -145,11 +145,11 @@ def trace_routing(
 
 
 @command(app, "train-draft-expert", "moexp train-draft-expert --recipe pocket")
-def train_draft_expert(recipe: RecipeOption = "pocket", changes: SetOption = None) -> None:
+def train_draft_expert(recipe: RecipeOption = "pocket", changes: SetOption = None, out: OutOption = None) -> None:
     """Distil the target's draft experts from it."""
     from moexp.stages import train_stage
 
-    train_stage(load(recipe, changes), _console())
+    train_stage(load(recipe, _placed(changes, "paths.draft_experts", out)), _console())
 
 
 @command(app, "generate", 'moexp generate "Why is the sky blue?" --recipe pocket')
@@ -208,6 +208,14 @@ def reproduce(recipe: RecipeOption = "pocket", changes: SetOption = None) -> Non
 
     if not run(load(recipe, changes), _console()):
         raise typer.Exit(1)
+
+
+def _placed(changes: list[str] | None, key: str, out: Path | None) -> list[str] | None:
+    """The changes, with `--out` as one more: later commands find the folder by the same `--set`."""
+    if out is None:
+        return changes
+    typer.echo(f"to use it later: --set {key}={out}", err=True)
+    return [*(changes or ()), f"{key}={out}"]
 
 
 def _console() -> Console:

@@ -20,6 +20,8 @@ def prepare(threads: int = 0) -> int:
     A training step on a CPU allocates the same few hundred megabytes again and again; handing them back each time
     costs a page fault per 4 KB, which measured as half of a distillation step.
     """
+    if not sys.stderr.isatty():  # bars of others obey the same rule as ours; read when tqdm is first imported
+        os.environ.setdefault("TQDM_DISABLE", "1")
     import torch
 
     if sys.platform == "linux":
@@ -28,7 +30,7 @@ def prepare(threads: int = 0) -> int:
         if libc is not None and hasattr(libc, "mallopt"):
             libc.mallopt(_M_MMAP_THRESHOLD, KEEP_BYTES)
             libc.mallopt(_M_TRIM_THRESHOLD, KEEP_BYTES)  # an int: at most 2 GiB
-    if not sys.stderr.isatty():  # bars of others obey the same rule as ours
+    if not sys.stderr.isatty():
         from transformers.utils import logging
 
         logging.disable_progress_bar()

@@ -182,7 +182,7 @@ def to_csv(columns: Sequence[str], rows: Iterable[Row]) -> str:
 
 def to_markdown(table: Table) -> str:
     """The Markdown file of a table: its views, notes, and where the numbers come from."""
-    parts = [f"# Table {table.number}: {table.title}", *map(_view, table.views)]
+    parts = [f"# Table {table.number}: {table.title}", *map(view_text, table.views)]
     if table.notes:
         parts.append("\n".join(_wrap(note, "- ", "  ") for note in table.notes))
     if table.sources:
@@ -268,7 +268,7 @@ def _csv_cell(value: Cell) -> str:
     return format(value, ".6g") if isinstance(value, float) else str(value)
 
 
-def _view(view: View) -> str:
+def view_text(view: View) -> str:
     """A Markdown table with its columns aligned in the source, numbers to the right."""
     rows = [[str(cell).replace("|", "\\|") for cell in row] for row in (view.header, *view.rows)]
     widths = [max(3, *(len(row[n]) for row in rows)) for n in range(len(view.header))]

@@ -198,8 +198,6 @@ class DraftSection(Section):
     corpus: CorpusSection = CorpusSection(author="both", tokens=600_000)
     held_out_rows: Positive = 32
     """Corpus rows kept for measuring, not trained on."""
-    ablation_steps: NonNegative = 40
-    """End-to-end steps for each row of Table 5."""
     max_minutes: PositiveFloat | None = 8.0
 
 
@@ -265,6 +263,8 @@ class BenchSection(Section):
     platforms: tuple[str, ...] = ("local-disk", "paced-cg", "paced-mn")
     warmup_prompts: NonNegative = 1
     """Prompts decoded before anything is counted."""
+    ablation_steps: NonNegative = 40
+    """End-to-end training steps for each row of Table 5."""
     bootstrap_samples: Positive = 2000
 
 
@@ -291,6 +291,14 @@ class TuneSection(Section):
     max_new_tokens: Positive = 64
 
 
+class PathsSection(Section):
+    """Folders to use in place of those under `$MOEXP_HOME`; what `--out` sets."""
+
+    target: str | None = None
+    """Where the built target lies, or is to lie."""
+    draft_experts: str | None = None
+
+
 class Sections(Section):
     """Everything a recipe may say."""
 
@@ -310,3 +318,4 @@ class Sections(Section):
     bench: BenchSection = BenchSection()
     eval: EvalSection = EvalSection()
     tune: TuneSection = TuneSection()
+    paths: PathsSection = PathsSection()

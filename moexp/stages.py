@@ -27,9 +27,9 @@ RESULTS = Path("results")
 
 def begin(recipe: Recipe) -> None:
     """Threads and allocator for this process, and no progress bars but our own."""
+    prepare(recipe.threads)
     from transformers.utils import logging
 
-    prepare(recipe.threads)
     logging.disable_progress_bar()
 
 
@@ -215,6 +215,22 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
 # --- reproduce ---
 
 
+def keep_summaries(recipe: Recipe) -> list[Path]:
+    """Writes what was measured on the target and its draft experts to the recipe's results; returns the files."""
+    from moexp.learn.build import read_manifest
+    from moexp.summary import write_draft_summary, write_target_summary
+    from moexp.target.draft_expert import read_header
+
+    folder, files = results_folder(recipe), list[Path]()
+    manifest = read_manifest(artifacts.find_target(recipe))
+    if manifest.get("quality"):
+        files += write_target_summary(folder, recipe.name, manifest)
+    header = read_header(artifacts.draft_folder(recipe))
+    if header.get("metrics"):
+        files += write_draft_summary(folder, recipe.name, header)
+    return files
+
+
 def reproduce(recipe: Recipe, console: Console) -> bool:
     """All stages in order, each skipped where it is done; False if the exactness gate failed: then no table is made."""
     from moexp.bench.draftexpert import run_bench
@@ -232,6 +248,7 @@ def reproduce(recipe: Recipe, console: Console) -> bool:
     trace = trace_stage(recipe, console)
     heading(3, "train-draft-expert")
     drafts = train_stage(recipe, console)
+    keep_summaries(recipe)
     heading(4, "eval")
     if not eval_stage(recipe, console, skip=True):
         return False

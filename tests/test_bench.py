@@ -295,7 +295,7 @@ def test_every_platform_runs_what_its_tables_need():
 
 def test_losses_are_added_one_by_one_at_the_recipes_weights():
     section = load_recipe("pocket", ["draft.router.enabled=false", "draft.max_minutes=8"]).draft
-    switched = {loss: ablation.with_terms(section, terms) for loss, terms in ablation.TERMS_OF.items()}
+    switched = {loss: ablation.with_terms(section, terms, 7) for loss, terms in ablation.TERMS_OF.items()}
     on = {loss: [name for name in ablation.TERMS if getattr(made, name).enabled] for loss, made in switched.items()}
     assert on == {
         "+ residual": ["residual"],
@@ -304,8 +304,8 @@ def test_losses_are_added_one_by_one_at_the_recipes_weights():
     }
     assert list(switched) == list(LOSSES[1:])
     for made in switched.values():
-        assert made.steps == section.ablation_steps and made.router.weight == section.router.weight
-        share = (section.warmup_steps + section.ablation_steps) / (section.warmup_steps + section.steps)
+        assert made.steps == 7 and made.router.weight == section.router.weight
+        share = (section.warmup_steps + 7) / (section.warmup_steps + section.steps)
         assert made.max_minutes == pytest.approx(8 * share)
 
 

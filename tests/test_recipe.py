@@ -14,7 +14,10 @@ from moexp.errors import MoexpError
 from moexp.recipe import Recipe, find_recipe, list_recipes, load_recipe, nearest_key, valid_keys
 from moexp.yamlio import dump_yaml, parse_yaml
 
-SHIPPED = ["ds-v2-lite", "moonlight", "pocket", "pocket-long", "pocket-quick", "tiny"]
+SHIPPED = [
+    "ds-v2-lite", "moonlight", "pocket", "pocket-deepseek-v3", "pocket-gpt-oss", "pocket-long", "pocket-quick",
+    "pocket-qwen3", "pocket-repair", "tiny",
+]  # fmt: skip
 
 
 def write(folder: Path, name: str, text: str) -> Path:

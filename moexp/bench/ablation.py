@@ -1,6 +1,6 @@
 """Table 5: what each term of the training objective adds, from short trainings that differ in nothing else.
 
-All rows share the residual warm-up (stage one), then take `draft.ablation_steps` end-to-end steps with the losses of
+All rows share the residual warm-up (stage one), then take `bench.ablation_steps` end-to-end steps with the losses of
 their row. Their checkpoints are artifacts: a row that is trained is not trained again.
 """
 
@@ -32,22 +32,23 @@ TERMS = ("residual", "logit", "token", "router")
 TERMS_OF = {LOSSES[1]: TERMS[:1], LOSSES[2]: TERMS[:3], LOSSES[3]: TERMS}
 
 
-def with_terms(section: DraftSection, terms: tuple[str, ...]) -> DraftSection:
-    """The section with `ablation_steps` end-to-end steps and only these losses, at the recipe's weights.
+def with_terms(section: DraftSection, terms: tuple[str, ...], steps: int) -> DraftSection:
+    """The section with so many end-to-end steps and only these losses, at the recipe's weights.
 
     The time cap shrinks with the steps, so that it bites where it would bite in the recipe's own training.
     """
     losses = {name: getattr(section, name).model_copy(update={"enabled": name in terms}) for name in TERMS}
     cap = section.max_minutes
     if cap is not None:
-        cap *= (section.warmup_steps + section.ablation_steps) / max(1, section.warmup_steps + section.steps)
-    return section.model_copy(update={**losses, "steps": section.ablation_steps, "max_minutes": cap})
+        cap *= (section.warmup_steps + steps) / max(1, section.warmup_steps + section.steps)
+    return section.model_copy(update={**losses, "steps": steps, "max_minutes": cap})
 
 
 def ablation_folder(recipe: Recipe, loss: str) -> Path:
     """Where the checkpoint of a row lies."""
     name = loss.removeprefix("+ ").replace("/", "-")
-    return artifact_path("ablations", recipe, "target", "draft", "seed") / f"{LOSSES.index(loss)}-{name}"
+    folder = artifact_path("ablations", recipe, "target", "draft", "seed")
+    return folder / f"{LOSSES.index(loss)}-{name}-{recipe.bench.ablation_steps}-steps"
 
 
 def train_rows(recipe: Recipe, target: Path, provenance: dict[str, Any]) -> list[dict[str, Any]]:
@@ -59,7 +60,7 @@ def train_rows(recipe: Recipe, target: Path, provenance: dict[str, Any]) -> list
     for loss, terms in TERMS_OF.items():
         folder = ablation_folder(recipe, loss)
         if not _is_for(folder, identity):
-            section = with_terms(recipe.draft, terms)
+            section = with_terms(recipe.draft, terms, recipe.bench.ablation_steps)
             if bench is None:
                 bench = open_bench(recipe, target, draft_folder(recipe).with_name(f"{draft_folder(recipe).name}.work"))
             if warm is None:

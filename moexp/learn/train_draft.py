@@ -18,7 +18,7 @@ from ..recipe import Recipe
 from ..schema import DraftSection
 from ..target.draft_expert import DraftExperts, save_draft_experts
 from ..target.load import target_identity
-from .corpus_files import corpus_rows
+from .corpus_files import corpus_rows, load_rows, shipped_corpora
 from .distill import DistillSettings, Weights, distill, start_from_neurons, warm_up
 from .draft_path import DraftPath
 from .loop import Metrics, Schedule
@@ -54,8 +54,12 @@ def open_bench(recipe: Recipe, target: Path, work: Path) -> Bench:
         for author in authors
     ]
     held = recipe.draft.held_out_rows
-    held_NL = rows[-1][:held]  # by the target itself, where there is such a corpus
-    train_NL = torch.cat([*rows[:-1], rows[-1][held:]])
+    shipped = shipped_corpora("held") if section.source == "shipped" else []
+    if shipped:  # written by the pocket target at temperature 1, from scripts that no training text has
+        held_NL, train_NL = load_rows(shipped[0], tokenizer)[:held], torch.cat(rows)
+    else:
+        held_NL = rows[-1][:held]  # by the target itself, where there is such a corpus
+        train_NL = torch.cat([*rows[:-1], rows[-1][held:]])
     order = torch.randperm(len(train_NL), generator=torch.Generator().manual_seed(recipe.seed))
     train_NL = train_NL[order][: max(1, section.tokens // train_NL.shape[1])]
     return Bench(model, tokenizer, target_identity(target), train_NL, held_NL)

@@ -109,17 +109,22 @@ class ExpertCompute:
         small = 3 * hidden * width <= UPCAST_MAX_ELEMENTS
         self.upcast = small and dtype == torch.bfloat16 and device.type == "cpu"
         self.dtype = torch.float32 if self.upcast else dtype
-        self.row_of = np.arange(rows)[:, None]
 
         def buffer(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=self.dtype, device=device)
 
-        # Each expert writes into its own part of these; the views are made once.
-        self.inner_UT2I = buffer(max_union, rows, 2 * width)
-        self.acted_UTI = buffer(max_union, rows, width)
-        self.outputs_UTH = buffer(max_union, rows, hidden)
-        self.inner, self.acted, self.outputs = list(self.inner_UT2I), list(self.acted_UTI), list(self.outputs_UTH)
-        self.outputs_flat = self.outputs_UTH.view(max_union * rows, hidden)
+        # Each expert writes into its own part of these; the views are made once. Large experts are the left factor:
+        # a right one, which oneDNN reorders at every call, should be the few rows and not the weights.
+        if self.upcast:
+            self.inner_UT2I = buffer(max_union, rows, 2 * width)
+            self.acted_UTI = buffer(max_union, rows, width)
+            self.outputs_UTH = buffer(max_union, rows, hidden)
+            self.inner, self.acted, self.outputs = list(self.inner_UT2I), list(self.acted_UTI), list(self.outputs_UTH)
+        else:
+            self.inner_2IT, self.acted_IT = buffer(2 * width, rows), buffer(width, rows)
+            outputs_UHT = buffer(max_union, hidden, rows)
+            self.outputs, self.outputs_UTH = list(outputs_UHT), outputs_UHT.transpose(1, 2)
+        self.rows_T1 = torch.arange(rows, device=device)[:, None]
         # One expert's weights in fp32: reused by all, so that they stay in the processor's cache.
         self.gate_up_2IH = buffer(2 * width, hidden) if self.upcast else None
         self.down_HI = buffer(hidden, width) if self.upcast else None
@@ -147,21 +152,22 @@ class ExpertCompute:
         """
         run = self._run_small if self.upcast else self._run
         run(arrivals, x_TH.to(self.dtype), slot_of_E)
-        from_Tk = slot_of_E[ids_Tk] * self.rows + self.row_of
+        slots_Tk = slot_of_E[ids_Tk]
         if live < self.rows:
-            from_Tk[live:] = 0
+            slots_Tk[live:] = 0
             gates_Tk[live:] = 0
-        mine_TkH = self.outputs_flat.index_select(0, torch.from_numpy(from_Tk.ravel()).to(x_TH.device))
-        return (mine_TkH.view(*ids_Tk.shape, -1) * gates_Tk[..., None]).sum(1)
+        mine_TkH = self.outputs_UTH[torch.from_numpy(slots_Tk).to(x_TH.device), self.rows_T1]
+        return (mine_TkH * gates_Tk[..., None]).sum(1)
 
     def _run(self, arrivals: Iterable[tuple[ExpertKey, ExpertWeights]], x_TH: Tensor, slot_of_E: np.ndarray) -> None:
         """Each expert from end to end as it arrives, while others are still on their way."""
+        x_HT = x_TH.t().contiguous()
+        gate_IT, up_IT = self.inner_2IT.split(self.width)
         for slot, (key, weights) in enumerate(arrivals):
             slot_of_E[key[1]] = slot
-            torch.mm(x_TH, weights.gate_up.t(), out=self.inner[slot])
-            gate_TI, up_TI = self.inner[slot].split(self.width, dim=-1)
-            torch.mul(F.silu(gate_TI), up_TI, out=self.acted[slot])
-            torch.mm(self.acted[slot], weights.down.t(), out=self.outputs[slot])
+            torch.mm(weights.gate_up, x_HT, out=self.inner_2IT)
+            torch.mul(F.silu(gate_IT), up_IT, out=self.acted_IT)
+            torch.mm(weights.down, self.acted_IT, out=self.outputs[slot])
 
     def _run_small(
         self, arrivals: Iterable[tuple[ExpertKey, ExpertWeights]], x_TH: Tensor, slot_of_E: np.ndarray

@@ -1,0 +1,105 @@
+"""What a recipe's target and draft experts were measured to be, for `results/`: JSON in full, Markdown and CSV to read.
+
+Imports no torch: it reads what `build-target` and `train-draft-expert` left beside their weights.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from moexp.atomic import write_json, write_text
+from moexp.report import MEASURED, Row, View, to_csv, view_text
+
+DRAFT_COLUMNS = (
+    "drafter", "agreement", "kl", "router_agreement", "acceptance_ctx", "accepted_1", "accepted_2", "accepted_3",
+    "accepted_4", "unique_draft", "blocks", "tag",
+)  # fmt: skip
+
+
+def write_target_summary(folder: Path, name: str, manifest: dict[str, Any]) -> list[Path]:
+    """Writes `target.json` and `target.md`: quality on held-out text by stage, and answers a person can judge."""
+    quality, repair = manifest["quality"], manifest.get("repair") or {}
+    geometry = manifest["geometry"]
+    stages = list(quality)
+    last = quality[stages[-1]]
+    rows = []
+    for place, routed in enumerate(last["nats"]):
+        dense = f"{last['dense_nats']:.3f}" if place == 0 else ""
+        rows.append([f"nats a token, {routed}", dense, *(f"{quality[stage]['nats'][routed]:.3f}" for stage in stages)])
+    rows += [
+        ["KL from the dense model (nats)", "", *(f"{quality[stage]['kl']:.3f}" for stage in stages)],
+        ["agreement with it", "", *(f"{quality[stage]['agreement']:.3f}" for stage in stages)],
+        ["dead experts", "", *(str(sum(quality[stage]["dead_experts"])) for stage in stages)],
+        ["busiest expert's load / mean", "", *(f"{quality[stage]['max_load']:.2f}" for stage in stages)],
+    ]
+    shape = (
+        f"{geometry['shared_neurons']} shared neurons and {geometry['routed_experts']} routed experts of width "
+        f"{geometry['expert_width']}, top-{geometry['top_k']}; carved from {manifest['origin']}."
+    )
+    trained = f" Repaired on {repair['tokens']:,} tokens." if "tokens" in repair else ""
+    delta = f" Rebuilt from the delta `{manifest['delta']}`." if manifest.get("delta") else ""
+    answers = [f"- **{answer['question']}** {_quoted(answer['answer'])}" for answer in manifest.get("answers", [])]
+    table = view_text(View(f"on {last['tokens']:,} held-out tokens (measured)", ["", "dense", *stages], rows))
+    parts = [
+        f"# The target of `{name}`", shape + trained + delta, table,
+        "Greedy answers in chat format:", "\n".join(answers), _origin(manifest["provenance"]),
+    ]  # fmt: skip
+    files = [folder / "target.json", folder / "target.md"]
+    write_json(files[0], manifest)
+    write_text(files[1], "\n\n".join(parts) + "\n")
+    return files
+
+
+def write_draft_summary(folder: Path, name: str, header: dict[str, Any]) -> list[Path]:
+    """Writes `draft_experts.json`, `.csv` and `.md`: each drafter on held-out text."""
+    rows: list[Row] = []
+    for drafter, found in header["metrics"].items():
+        rows.append(
+            {
+                "drafter": drafter,
+                **{key: found[key] for key in ("agreement", "kl", "router_agreement", "unique_draft", "blocks")},
+                "acceptance_ctx": found["acceptance"],
+                **{f"accepted_{place}": share for place, share in enumerate(found["by_position"][:4], start=1)},
+                "tag": MEASURED,
+            }
+        )
+    header_cells = ["drafter", "agreement", "KL", "router", "acceptance_ctx", "by position", "unique"]
+    shown = [
+        [
+            str(row["drafter"]), f"{row['agreement']:.3f}", f"{row['kl']:.3f}", f"{row['router_agreement']:.3f}",
+            f"{row['acceptance_ctx']:.3f}",
+            " ".join(f"{share:.2f}" for share in header["metrics"][row["drafter"]]["by_position"]),
+            f"{row['unique_draft']:.1f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    training = header.get("training") or {}
+    parts = [
+        f"# Draft experts of `{name}`",
+        f"Width {header['width']}, trained on {training.get('tokens', 0):,} tokens of text.",
+        view_text(View("on held-out text, K = 4, T = 0 (measured)", header_cells, shown)),
+        "`agreement`, KL (nats) and `router` (mean top-k overlap) are teacher-forced; `acceptance_ctx` is accepted / "
+        "drafted of blocks started from held-out text, the target's keys and values before them; `unique` counts "
+        "layer-experts that a drafted block used.",
+        _origin(header["provenance"]),
+    ]
+    files = [folder / f"draft_experts.{kind}" for kind in ("json", "csv", "md")]
+    write_json(files[0], header)
+    write_text(files[1], to_csv(DRAFT_COLUMNS, rows))
+    write_text(files[2], "\n\n".join(parts) + "\n")
+    return files
+
+
+def _quoted(answer: str) -> str:
+    return " ".join(answer.split())
+
+
+def _origin(provenance: dict[str, Any]) -> str:
+    git, hardware = provenance.get("git") or {}, provenance.get("hardware") or {}
+    commit = (git.get("commit") or "unknown")[:12] + (" (dirty)" if git.get("dirty") else "")
+    versions = ", ".join(f"{name} {version}" for name, version in provenance.get("versions", {}).items() if version)
+    return (
+        f"Provenance: command `{provenance.get('command')}`; commit {commit}; {hardware.get('cpu') or 'unknown CPU'}, "
+        f"{hardware.get('cores')} cores; seed {provenance.get('seed')}; {versions}."
+    )
