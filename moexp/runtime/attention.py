@@ -11,7 +11,8 @@ R rotary dimensions, P positions, K padded key/value length.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ class BlockContext:
         cache: where keys and values go.
         rotary: cos_T1R and signed sin_T1R (restructured attention), or what the model's own rotary module gave.
         positions: [1, T], for transformers' own modules.
+        branches: of a tree: its root-to-leaf paths; None where the block is one chain.
+        kept: of a tree: keys and values of the block's rows, by layer, for the path that is accepted.
     """
 
     rows: int
@@ -46,6 +49,42 @@ class BlockContext:
     cache: BlockCache
     rotary: Any
     positions: Tensor | None = None
+    branches: Sequence[Branch] | None = None
+    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One root-to-leaf path of a tree, as the chain that it would be alone.
+
+    Attributes:
+        rows_T: its rows in order, padded to T by repeating the last.
+        fresh: places in it (from, to) of rows that no earlier branch had: their results are taken from this one.
+    """
+
+    rows_T: Tensor
+    fresh: tuple[int, int]
+
+
+def branches_of(parents: Sequence[int], rows: int, device: torch.device) -> list[Branch]:
+    """The branches of a tree given by each node's parent (-1 for the root), parents before children.
+
+    Args:
+        rows: T, nodes at least.
+    """
+    inner = set(parents)
+    seen: set[int] = set()
+    branches = []
+    for leaf in (node for node in range(len(parents)) if node not in inner):
+        path = [leaf]
+        while parents[path[-1]] >= 0:
+            path.append(parents[path[-1]])
+        path.reverse()
+        first = next(place for place, node in enumerate(path) if node not in seen)
+        seen.update(path)
+        padded = torch.tensor([*path, *[leaf] * (rows - len(path))], device=device)
+        branches.append(Branch(padded, (first, len(path))))
+    return branches
 
 
 def attend_block(
@@ -53,14 +92,36 @@ def attend_block(
 ) -> Tensor:
     """Write the block's keys and values into the cache, and attend to all up to each row's own.
 
+    A tree is attended to branch by branch, each as the chain it would be alone: the order of keys, and so every bit, is
+    that of decoding the branch token by token. What the cache then holds behind the verified prefix is the last
+    branch's.
+
     Returns:
         [T, N, D of the values].
     """
-    rows, heads, kv_heads = block.rows, q_1NTD.shape[1], k_1MTD.shape[1]
-    group, value_dim = heads // kv_heads, v_1MTD.shape[-1]
+    value_dim = v_1MTD.shape[-1]
     if value_dim < k_1MTD.shape[-1] and v_1MTD.device.type == "cpu":
         # torch's fused CPU attention wants equal dimensions; its fallback sums over the padded length in one product.
         v_1MTD = F.pad(v_1MTD, (0, k_1MTD.shape[-1] - value_dim))
+    if block.branches is None:
+        return _attend_chain(q_1NTD, k_1MTD, v_1MTD, block, layer, scaling)[..., :value_dim]
+    block.kept[layer] = (k_1MTD, v_1MTD)
+    mixed_TND = q_1NTD.new_empty(block.rows, q_1NTD.shape[1], v_1MTD.shape[-1])
+    start = block.cache.layers[layer].get_seq_length()
+    for branch in block.branches:
+        block.cache.layers[layer].crop(start - block.cache.layers[layer].get_seq_length())
+        at_T = branch.rows_T
+        one_TND = _attend_chain(q_1NTD[:, :, at_T], k_1MTD[:, :, at_T], v_1MTD[:, :, at_T], block, layer, scaling)
+        begin, end = branch.fresh
+        mixed_TND[at_T[begin:end]] = one_TND[begin:end]
+    return mixed_TND[..., :value_dim]
+
+
+def _attend_chain(
+    q_1NTD: Tensor, k_1MTD: Tensor, v_1MTD: Tensor, block: BlockContext, layer: int, scaling: float
+) -> Tensor:
+    rows, heads, kv_heads = block.rows, q_1NTD.shape[1], k_1MTD.shape[1]
+    group = heads // kv_heads
     keys, values = block.cache.update(k_1MTD, v_1MTD, layer)
     q_MGTD = q_1NTD.view(kv_heads, group, rows, -1)
     if block.mask_GTK is not None:
@@ -70,8 +131,7 @@ def attend_block(
         keys = keys[0, :, None].expand(-1, group, -1, -1)
         values = values[0, :, None].expand(-1, group, -1, -1)
     mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
-    mixed_TND = mixed.reshape(kv_heads, group, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads, -1)
-    return mixed_TND[..., :value_dim]
+    return mixed.reshape(kv_heads, group, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads, -1)
 
 
 def _module_attention(
@@ -186,3 +246,7 @@ class RotaryTable:
     def block(self, start: int, rows: int) -> tuple[Tensor, Tensor]:
         """cos and signed sin [rows, 1, R] from position `start` on."""
         return self.cos_P1R[start : start + rows], self.sin_P1R[start : start + rows]
+
+    def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and signed sin [T, 1, R] of these positions."""
+        return self.cos_P1R[positions_T], self.sin_P1R[positions_T]

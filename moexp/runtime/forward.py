@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moexp.errors import MoexpError
-from moexp.runtime.attention import BlockContext, GroupedAttention, ModuleAttention, RotaryTable
+from moexp.runtime.attention import BlockContext, GroupedAttention, ModuleAttention, RotaryTable, branches_of
 from moexp.runtime.kv import BlockCache, CausalMasks, padded_length
 from moexp.runtime.linear import SwiGLU, make_linear
 from moexp.runtime.moe import (
@@ -166,6 +166,30 @@ class Engine:
         logits_TV = self._head(self._final_norm(x_TH))
         return StepOut(logits_TV[: len(ids)].float(), np.stack(routing).astype(np.int16))
 
+    @torch.no_grad()
+    def step_tree(self, ids: Sequence[int], parents: Sequence[int], path: StepPath) -> StepOut:
+        """Run a block of tokens that form a tree; `commit` then says which of its paths stands.
+
+        Every row's logits are those of decoding its path token by token, to the bit.
+
+        Args:
+            ids: 1 to `block` tokens, the pending one first.
+            parents: node that each continues, -1 for the first; parents stand before their children.
+            path: which experts.
+        """
+        self._tree_start = self.cache.length
+        x_TH, routing = self._run(ids, self.block, path, parents=parents)
+        logits_TV = self._head(self._final_norm(x_TH))
+        return StepOut(logits_TV[: len(ids)].float(), np.stack(routing).astype(np.int16))
+
+    def commit(self, nodes: Sequence[int]) -> None:
+        """Keep the keys and values of one path of the last tree, in order from its root; forget the rest."""
+        start = self._tree_start
+        self.rollback(start)
+        at = torch.tensor(nodes, device=self.device)
+        for layer, (keys, values) in self._tree_kept.items():
+            self.cache.update(keys[:, :, at], values[:, :, at], layer)
+
     def expert_ids(self, routing_Lk: np.ndarray) -> list[int]:
         """Routing of one token as numbers that are unique over layers (for unions of experts)."""
         return (routing_Lk + self._layer_offsets_L1).ravel().tolist()
@@ -175,12 +199,14 @@ class Engine:
         layers = zip(self.spec.moe_layers, routing_Lk.tolist(), strict=True)
         return self.store.prefetch([(layer, expert) for layer, chosen in layers for expert in chosen])
 
-    def _run(self, ids: Sequence[int], rows: int, path: StepPath) -> tuple[Tensor, list[np.ndarray]]:
+    def _run(
+        self, ids: Sequence[int], rows: int, path: StepPath, parents: Sequence[int] | None = None
+    ) -> tuple[Tensor, list[np.ndarray]]:
         live, start = len(ids), self.cache.length
         assert 0 < live <= rows, (live, rows)
         # Padding repeats the last token: finite values, and no expert is asked for it.
         padded_ids = torch.tensor([*ids, *[ids[-1]] * (rows - live)], device=self.device)
-        block = self._context(rows, start)
+        block = self._context(rows, start, parents)
         x_TH = self._embed(padded_ids)
         routing: list[np.ndarray] = []
         for layer in self._layers:
@@ -193,20 +219,29 @@ class Engine:
                 assert layer.dense is not None
                 output_TH = layer.dense(hidden_TH)
             x_TH = x_TH + output_TH
-        self.rollback(start + live)
+        self.rollback(start + live if parents is None else start)
+        self._tree_kept = block.kept
         return x_TH, routing
 
-    def _context(self, rows: int, start: int) -> BlockContext:
+    def _context(self, rows: int, start: int, parents: Sequence[int] | None) -> BlockContext:
         padded = padded_length(start + rows, self.kv_multiple)
         mask_TK, mask_GTK = self._masks.block(rows, start, padded), None
         if rows <= self.block:
             mask_GTK = self._masks.block(rows, start, padded, repeat=self._group)
+        branches = None
+        positions = torch.arange(start, start + rows, device=self.device)
+        if parents is not None:
+            branches = branches_of(parents, rows, self.device)
+            for branch in branches:
+                begin, end = branch.fresh
+                positions[branch.rows_T[begin:end]] = torch.arange(start + begin, start + end, device=self.device)
         if self._fused:
-            return BlockContext(rows, mask_TK, mask_GTK, self.cache, self._rotary.block(start, rows))
-        positions = torch.arange(start, start + rows, device=self.device)[None]
+            rotary = self._rotary.block(start, rows) if branches is None else self._rotary.at(positions)
+            return BlockContext(rows, mask_TK, mask_GTK, self.cache, rotary, branches=branches)
+        positions = positions[None]
         like = torch.zeros(1, dtype=self.dtype, device=self.device)
         rotary = self._base.rotary_emb(like, positions)
-        return BlockContext(rows, mask_TK, mask_GTK, self.cache, rotary, positions)
+        return BlockContext(rows, mask_TK, mask_GTK, self.cache, rotary, positions, branches)
 
     def _build_layers(self, restructured: bool, pack: bool) -> None:
         model, spec, family = self.target.model, self.spec, self.target.family
