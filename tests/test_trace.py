@@ -124,6 +124,19 @@ def test_the_recipes_corpus_is_the_one_that_draft_experts_learn_from(target: Pat
     assert again.trace.manifest.identity == report.trace.manifest.identity
 
 
+def test_where_the_recipe_has_both_corpora_the_dense_models_text_follows_the_targets(tmp_path: Path, monkeypatch):
+    rows = {"target": torch.full((2, 4), 1), "dense": torch.full((3, 4), 2)}
+    monkeypatch.setattr(trace, "corpus_rows", lambda *_, author, seed: rows[author])
+    monkeypatch.setattr(trace, "shipped_corpora", lambda author: [Path(author)])
+
+    def read(author: str) -> list[int]:
+        chosen = recipe(f"draft.corpus={{source: shipped, author: {author}}}")
+        model: Any = None
+        return [int(sample[0]) for sample in trace._samples(chosen, model, model, None, tmp_path)]
+
+    assert read("both") == [1, 1, 2, 2, 2] and read("target") == [1, 1] and read("dense") == [2, 2, 2]
+
+
 def test_equal_gates_are_ordered_by_id():
     gates, ids = by_gate(torch.tensor([[0.2, 0.5, 0.2, 0.5]]), torch.tensor([[7, 6, 3, 9]]))
     assert ids.tolist() == [[6, 9, 3, 7]] and gates.tolist()[0] == pytest.approx([0.5, 0.5, 0.2, 0.2])

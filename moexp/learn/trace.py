@@ -168,10 +168,14 @@ def _samples(
         return
     section = recipe.draft.corpus
     by_target = section.source == "write" or (section.author != "dense" and shipped_corpora("target"))
-    author = "target" if by_target else "dense"
+    authors = ["target"] if by_target else ["dense"]
+    if by_target and section.source == "shipped" and section.author == "both":
+        authors.append("dense")  # for long traces: the target's own text is short
     rows = -(-recipe.trace.tokens // section.length)
     enough = section.model_copy(update={"tokens": min(section.tokens, rows * section.length)})
-    yield from corpus_rows(enough, model, tokenizer, work / f"corpus-{author}", author=author, seed=recipe.seed).numpy()
+    for author in authors:
+        place = work / f"corpus-{author}"
+        yield from corpus_rows(enough, model, tokenizer, place, author=author, seed=recipe.seed).numpy()
 
 
 def limited(texts: Iterable[np.ndarray], longest: int, tokens: int) -> Iterator[np.ndarray]:
