@@ -201,6 +201,42 @@ class DraftSection(Section):
     max_minutes: PositiveFloat | None = 8.0
 
 
+class PredictorSection(Section):
+    """The expert predictor and its training (EcoSpec, section 4.1 and appendix B.1)."""
+
+    backbone: str = "small"
+    """`small` (new), `source` (the dense model that the target was carved from), or a hub id or folder."""
+    hidden: Positive = 320
+    """Width of a small backbone."""
+    heads: Positive = 5
+    layers: Positive | None = None
+    """Of a small backbone (null: 4), or the first of a pretrained one (null: all)."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    trace_tokens: Positive = 200_000
+    """Tokens of text to trace; its other settings are those of `trace`."""
+    text: str | None = None
+    """A source of `moexp.data.load_texts` to trace; null: the corpus of `draft`."""
+    context: Positive = 256
+    """Tokens that attention reaches back; texts are cut to it."""
+    held_out: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """Share of the samples."""
+    epochs: Positive = 10
+    batch: Positive = 16
+    """Pieces of text a step."""
+    lr: PositiveFloat = 1e-3
+    backbone_rate: NonNegativeFloat = 1.0
+    """Learning rate of the backbone over that of projection and head."""
+    dtype: DType = "bfloat16"
+    """Of matrix products while training."""
+    max_minutes: PositiveFloat | None = 8.0
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> PredictorSection:
+        if self.hidden % (2 * self.heads):
+            raise ValueError(f"hidden ({self.hidden}) is not an even width for each of {self.heads} heads")
+        return self
+
+
 class DecodeSection(Section):
     """The decoding method and its sampling."""
 
@@ -297,6 +333,7 @@ class PathsSection(Section):
     target: str | None = None
     """Where the built target lies, or is to lie."""
     draft_experts: str | None = None
+    predictor: str | None = None
 
 
 class Sections(Section):
@@ -313,6 +350,7 @@ class Sections(Section):
     target: TargetSection = TargetSection()
     trace: TraceSection = TraceSection()
     draft: DraftSection = DraftSection()
+    predictor: PredictorSection = PredictorSection()
     decode: DecodeSection = DecodeSection()
     store: StoreSection = StoreSection()
     bench: BenchSection = BenchSection()
