@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from moexp.errors import MoexpError
 from moexp.recipe import Recipe
@@ -16,6 +16,7 @@ from moexp.rundir import artifact_path, home
 from moexp.schema import DecodeSection, StoreSection
 
 if TYPE_CHECKING:
+    from moexp.learn.predictor_model import RoutingPredictor
     from moexp.runtime.decode import Method
     from moexp.runtime.forward import Engine
     from moexp.runtime.store import ExpertStore
@@ -47,6 +48,20 @@ def draft_folder(recipe: Recipe) -> Path:
     if recipe.paths.draft_experts is not None:
         return Path(recipe.paths.draft_experts)
     return artifact_path("drafts", recipe, "target", "draft", "seed")
+
+
+def predictor_recipe(recipe: Recipe) -> Recipe:
+    """The recipe with the trace that its expert predictor learns from."""
+    trace = recipe.trace.model_copy(update={"tokens": recipe.predictor.trace_tokens, "gates": False})
+    return recipe.model_copy(update={"trace": trace})
+
+
+def predictor_folder(recipe: Recipe) -> Path:
+    """Where the recipe's expert predictor lies; checkpoints that it kept on the way are folders within."""
+    if recipe.paths.predictor is not None:
+        return Path(recipe.paths.predictor)
+    sections = ("target", "predictor", "trace", "draft.corpus", "seed")
+    return artifact_path("predictors", predictor_recipe(recipe), *sections)
 
 
 def source_cache() -> Path:
@@ -99,6 +114,29 @@ def open_draft_experts(recipe: Recipe, target: Target) -> DraftExperts:
             valid=f"run: moexp train-draft-expert --recipe {recipe.name}",
         )
     return load_draft_experts(folder, target_identity(target.folder), dtype=target.dtype)
+
+
+def open_predictor(recipe: Recipe, target: Target, level: str | None = None) -> RoutingPredictor:
+    """The recipe's expert predictor, in the target's dtype.
+
+    Args:
+        level: a checkpoint that was kept on the way, a key of `moexp.learn.predictor.LEVELS`.
+
+    Raises:
+        MoexpError: not trained yet, never at that level, or trained for another target.
+    """
+    from moexp.learn.predictor_files import HEADER, load_predictor
+    from moexp.target.load import target_identity
+
+    folder = predictor_folder(recipe)
+    if not (folder / HEADER).exists():
+        raise MoexpError(
+            "the expert predictor is not trained",
+            where=str(folder),
+            valid=f"run: moexp train-predictor --recipe {recipe.name}",
+        )
+    embedding: Any = target.model.get_input_embeddings()
+    return load_predictor(folder / (level or ""), target_identity(target.folder), embedding.weight, dtype=target.dtype)
 
 
 @contextmanager

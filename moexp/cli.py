@@ -152,6 +152,14 @@ def train_draft_expert(recipe: RecipeOption = "pocket", changes: SetOption = Non
     train_stage(load(recipe, _placed(changes, "paths.draft_experts", out)), _console())
 
 
+@command(app, "train-predictor", "moexp train-predictor --recipe pocket")
+def train_predictor(recipe: RecipeOption = "pocket", changes: SetOption = None, out: OutOption = None) -> None:
+    """Train a small model to predict which experts the target will use."""
+    from moexp.stages import predictor_stage
+
+    predictor_stage(load(recipe, _placed(changes, "paths.predictor", out)), _console())
+
+
 @command(app, "generate", 'moexp generate "Why is the sky blue?" --recipe pocket')
 def generate(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="What the user says.")],

@@ -86,6 +86,22 @@ def draft_table(metrics: dict[str, dict[str, Any]]) -> Table:
     return table
 
 
+def predictor_table(metrics: dict[str, Any]) -> Table:
+    """Top-k overlap of the expert predictor and of the baselines, over all layers and in the worst and best one."""
+    title = f"Overlap of top-{metrics['top_k']} on {metrics['tokens']} held-out tokens (measured)"
+    table = Table("predictor", box=None, pad_edge=False, title=title, title_justify="left")
+    for name in ("all layers", "worst layer", "best layer"):
+        table.add_column(name, justify="right")
+    slots = metrics["tokens"] * metrics["top_k"]
+    for name, hits_L in metrics["hits"].items():
+        table.add_row(
+            name, *(f"{value:.3f}" for value in (metrics["overlap"][name], min(hits_L) / slots, max(hits_L) / slots))
+        )
+    for name, reached in metrics["levels"].items():
+        table.add_row(f"checkpoint {name}", f"{reached:.3f}", "", "")
+    return table
+
+
 def gate_table(gate: Gate) -> Table:
     """What was compared, by method; where it ran is said once for all methods that follow."""
     from moexp.evaluate import gate_rows

@@ -20,7 +20,7 @@ from moexp.errors import MoexpError
 from moexp.provenance import collect_provenance
 from moexp.recipe import Recipe
 from moexp.rundir import artifact_path, home
-from moexp.show import draft_table, gate_lines, gate_table, growth_table, load_table, quality_table
+from moexp.show import draft_table, gate_lines, gate_table, growth_table, load_table, predictor_table, quality_table
 
 RESULTS = Path("results")
 
@@ -130,6 +130,38 @@ def train_stage(recipe: Recipe, console: Console) -> Path:
         metrics = train_draft_expert(recipe, target, folder, provenance=collect_provenance(recipe.seed))
     console.print(draft_table(metrics))
     console.print(f"draft experts: {folder}", soft_wrap=True, highlight=False)
+    return folder
+
+
+# --- train-predictor ---
+
+
+def predictor_stage(recipe: Recipe, console: Console) -> Path:
+    """Trains the expert predictor unless it is there, tracing first where need be; prints and keeps what it reaches."""
+    from moexp.learn.predictor import train_predictor
+    from moexp.learn.predictor_files import HEADER, read_header
+    from moexp.learn.trace import trace_routing
+    from moexp.summary import write_predictor_summary
+    from moexp.target.load import target_identity
+
+    begin(recipe)
+    target, folder = artifacts.find_target(recipe), artifacts.predictor_folder(recipe)
+    if (folder / HEADER).exists():
+        if read_header(folder)["target"] != target_identity(target):
+            raise MoexpError(
+                "a predictor of another target is there", where=str(folder), valid="remove it to train again"
+            )
+        console.print("trained already", highlight=False)
+    else:
+        traced, text, made = artifacts.predictor_recipe(recipe), recipe.predictor.text, collect_provenance(recipe.seed)
+        place = trace_folder(traced, text)
+        report = trace_routing(traced, target, place, work=draft_work(recipe), text=text, provenance=made)
+        train_predictor(recipe, target, report.trace, folder, cache=artifacts.source_cache(), provenance=made)
+    header = read_header(folder)
+    console.print(predictor_table(header["metrics"]))
+    for file in write_predictor_summary(results_folder(recipe), recipe.name, header):
+        console.print(str(file), soft_wrap=True, highlight=False)
+    console.print(f"predictor: {folder}", soft_wrap=True, highlight=False)
     return folder
 
 

@@ -1,6 +1,7 @@
-"""What a recipe's target and draft experts were measured to be, for `results/`: JSON in full, Markdown and CSV to read.
+"""What a recipe's target, draft experts and predictor were measured to be, for `results/`: JSON in full, Markdown and
+CSV to read.
 
-Imports no torch: it reads what `build-target` and `train-draft-expert` left beside their weights.
+Imports no torch: it reads what `build-target`, `train-draft-expert` and `train-predictor` left beside their weights.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ DRAFT_COLUMNS = (
     "drafter", "agreement", "kl", "router_agreement", "acceptance_ctx", "accepted_1", "accepted_2", "accepted_3",
     "accepted_4", "unique_draft", "blocks", "tag",
 )  # fmt: skip
+
+PREDICTOR_COLUMNS = ("predictor", "layer", "hits", "slots", "overlap", "tag")
 
 
 def write_target_summary(folder: Path, name: str, manifest: dict[str, Any]) -> list[Path]:
@@ -87,6 +90,40 @@ def write_draft_summary(folder: Path, name: str, header: dict[str, Any]) -> list
     files = [folder / f"draft_experts.{kind}" for kind in ("json", "csv", "md")]
     write_json(files[0], header)
     write_text(files[1], to_csv(DRAFT_COLUMNS, rows))
+    write_text(files[2], "\n\n".join(parts) + "\n")
+    return files
+
+
+def write_predictor_summary(folder: Path, name: str, header: dict[str, Any]) -> list[Path]:
+    """Writes `predictor.json`, `.csv` (each predictor by layer, layer `all` last) and `.md`."""
+    metrics, training = header["metrics"], header["training"]
+    slots = metrics["tokens"] * metrics["top_k"]
+    rows: list[Row] = []
+    for predictor, hits_L in metrics["hits"].items():
+        by_layer = zip([*metrics["layers"], "all"], [*hits_L, sum(hits_L)], strict=True)
+        for layer, hits in by_layer:
+            of = slots * len(hits_L) if layer == "all" else slots
+            row: Row = {"predictor": predictor, "layer": layer, "hits": hits, "slots": of, "overlap": hits / of}
+            rows.append({**row, "tag": MEASURED})
+    by_place = {(row["layer"], row["predictor"]): f"{row['overlap']:.3f}" for row in rows}
+    names = list(metrics["hits"])
+    shown = [[str(layer), *(by_place[layer, each] for each in names)] for layer in ["all", *metrics["layers"]]]
+    levels = ", ".join(f"`{level}` at {reached:.3f}" for level, reached in metrics["levels"].items()) or "none"
+    backbone = header["backbone"]["model_type"]
+    title = f"top-{metrics['top_k']} overlap, {metrics['tokens']:,} tokens of {metrics['samples']:,} held-out samples"
+    parts = [
+        f"# Expert predictor of `{name}`",
+        f"{training['parameters']:,} parameters, {backbone} backbone; {training['steps']:,} steps on "
+        f"{training['tokens']:,} tokens of routing trace.",
+        view_text(View(f"{title} (measured)", ["layer", *names], shown)),
+        "Overlap is the share of the target router's top-k experts that were predicted. `context-free` goes by the "
+        "token id alone, `previous-token` repeats the experts of the token before. Checkpoints kept on the way: "
+        f"{levels}.",
+        _origin(header["provenance"]),
+    ]
+    files = [folder / f"predictor.{kind}" for kind in ("json", "csv", "md")]
+    write_json(files[0], header)
+    write_text(files[1], to_csv(PREDICTOR_COLUMNS, rows))
     write_text(files[2], "\n\n".join(parts) + "\n")
     return files
 

@@ -24,6 +24,7 @@ FLAGS = {
     "build-target": {"--recipe", "-r", "--set", "-s"},
     "trace-routing": {"--recipe", "-r", "--text", "--set", "-s", "--out", "-o"},
     "train-draft-expert": {"--recipe", "-r", "--set", "-s"},
+    "train-predictor": {"--recipe", "-r", "--set", "-s", "--out", "-o"},
     "generate": {"text", "--recipe", "-r", "--compare", "--set", "-s"},
     "eval": {"--recipe", "-r", "--tokens", "--set", "-s", "--out", "-o"},
     "write-corpus": {"--author", "--tokens", "--recipe", "-r", "--set", "-s", "--out", "-o"},
