@@ -338,6 +338,7 @@ def test_stopped_training_resumes_to_the_very_same_weights(tmp_path: Path, monke
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(training, "batch_rows", interrupt)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
         fit(stopped, task, checkpoint=tmp_path / "state", identity="mine")
     assert fit(resumed, task, checkpoint=tmp_path / "state", identity="mine") == 12
     ours, theirs = resumed.state_dict(), whole.state_dict()

@@ -120,9 +120,10 @@ class Lesson:
 
     @property
     def probe_R(self) -> np.ndarray:
-        """Held-out rows of `PROBE_TOKENS` tokens, or all."""
-        ends = np.cumsum(self.rows.end_R[self.held_R] - self.rows.begin_R[self.held_R])
-        return self.held_R[: int(np.searchsorted(ends, PROBE_TOKENS)) + 1]
+        """Held-out rows of `PROBE_TOKENS` tokens from all over the trace, or all."""
+        mixed_R = np.random.default_rng(self.seed).permutation(self.held_R)
+        ends = np.cumsum(self.rows.end_R[mixed_R] - self.rows.begin_R[mixed_R])
+        return mixed_R[: int(np.searchsorted(ends, PROBE_TOKENS)) + 1]
 
 
 def fit(
