@@ -16,8 +16,8 @@ from moexp.rundir import artifact_path, home
 from moexp.schema import DecodeSection, StoreSection
 
 if TYPE_CHECKING:
-    from moexp.runtime.decode import Method
     from moexp.runtime.forward import Engine
+    from moexp.runtime.method import Method
     from moexp.runtime.store import ExpertStore
     from moexp.runtime.verify import Sampling
     from moexp.target.draft_expert import DraftExperts
@@ -135,10 +135,16 @@ def opened_engine(target: Target, section: StoreSection, draft_experts: DraftExp
 
 def method_of(section: DecodeSection) -> Method:
     """The decoding method that a recipe's section describes."""
-    from moexp.runtime.decode import Method
+    from moexp.runtime.method import Method, TreePlan
+    from moexp.runtime.tree import TreeShape
 
+    plan = None
+    if section.tree is not None:
+        tree = section.tree
+        shape = TreeShape(tree.steps, tree.width, tree.beam, tree.pruned)
+        plan = TreePlan(shape, tree.selector, tree.gamma, tree.epsilon, tree.predictor)
     names = ("drafter", "r", "max_draft", "policy", "tau", "budget", "prefetch")
-    return Method(**{name: getattr(section, name) for name in names})
+    return Method(**{name: getattr(section, name) for name in names}, tree=plan)
 
 
 def sampling_of(section: DecodeSection, seed: int) -> Sampling:

@@ -12,6 +12,7 @@ To add a command:
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -97,7 +98,8 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    if not sys.stderr.isatty():  # bars of others obey the same rule as ours; tqdm looks once, when it is imported
+        os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 @command(app, "recipes", "moexp recipes")

@@ -19,8 +19,9 @@ from moexp.data import Prompt, load_prompts, render_chat
 from moexp.exactness import Gate, Outcome, RowLog, row_invariant
 from moexp.progress import stage
 from moexp.recipe import Recipe
-from moexp.runtime.decode import Method, decode_all
+from moexp.runtime.decode import decode_all
 from moexp.runtime.forward import Engine
+from moexp.runtime.method import Method
 from moexp.runtime.select import POLICIES
 from moexp.runtime.verify import Sampling
 from moexp.schema import StoreSection

@@ -17,7 +17,8 @@ from moexp.data import Prompt, render_chat
 from moexp.metrics import Ratio
 from moexp.recipe import Recipe
 from moexp.records import RequestRecord, StepRecord
-from moexp.runtime.decode import Method, decode
+from moexp.runtime.decode import decode
+from moexp.runtime.method import Method
 from moexp.runtime.verify import Sampling
 from moexp.target.draft_expert import DraftExperts
 from moexp.target.load import Target

@@ -75,10 +75,10 @@ class DeltaSection(Section):
 class RepairSection(Section):
     """Distillation of the carved model from the dense one: layer by layer, then end to end."""
 
-    scope: Literal["all", "moe"] = "all"
-    """What end-to-end repair may change: everything but the embedding, or MoE blocks and norms only."""
+    scope: Literal["all", "delta"] = "all"
+    """What end-to-end repair may change: everything but the embedding, or only what a delta holds."""
     delta: DeltaSection | None = None
-    """Train a delta too (needs scope moe); it lies in the target's folder as `repair.delta`."""
+    """Train a delta too (needs scope delta); it lies in the target's folder as `repair.delta`."""
 
     layerwise_steps: NonNegative = 110
     layerwise_lr: PositiveFloat = 1e-3
@@ -96,8 +96,8 @@ class RepairSection(Section):
 
     @model_validator(mode="after")
     def _delta_holds_all(self) -> RepairSection:
-        if self.delta is not None and self.scope != "moe":
-            raise ValueError("delta needs scope: moe, a delta holds nothing else")
+        if self.delta is not None and self.scope != "delta":
+            raise ValueError("delta needs scope: delta, it holds nothing else")
         return self
 
 
@@ -201,6 +201,26 @@ class DraftSection(Section):
     max_minutes: PositiveFloat | None = 8.0
 
 
+class TreeSection(Section):
+    """A draft tree in place of a chain (EcoSpec): how it is grown, and which nodes are verified."""
+
+    steps: Positive = 3
+    """Draft steps."""
+    width: Positive = 2
+    """Tokens drafted behind each node that a step expands."""
+    beam: Positive = 2
+    """Nodes that the next step expands."""
+    pruned: bool = False
+    """Whether candidates that are not expanded leave the tree."""
+    selector: Literal["confidence", "global-cost", "marginal-cost", "confidence-expansion"] = "marginal-cost"
+    gamma: Positive = 8
+    """Nodes verified, the pending token included."""
+    epsilon: PositiveFloat = 1.0
+    """Added to a node's cost, in layer-experts (EcoSpec, eq. 9 and 10; the paper gives no value)."""
+    predictor: Literal["draft-router", "none"] = "draft-router"
+    """Whose expert sets selection and prefetch go by."""
+
+
 class DecodeSection(Section):
     """The decoding method and its sampling."""
 
@@ -216,6 +236,8 @@ class DecodeSection(Section):
     budget: NonNegative | Literal["cache"] = 60
     """New layer-experts a doubtful token may bring (B in eq. 14), or `cache`: derived from free slots."""
     prefetch: bool = True
+    tree: TreeSection | None = None
+    """Draft a tree; max_draft and policy then do not apply."""
     temperature: NonNegativeFloat = 0.0
     """0 is greedy."""
     top_k: NonNegative = 0

@@ -185,9 +185,14 @@ def corpus_stage(recipe: Recipe, console: Console, *, author: str, tokens: int, 
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        from moexp.learn.masked import training_implementation
+        from moexp.target.spec import MoESpec
+
         folder = artifacts.find_target(recipe)
         dtype = getattr(torch, recipe.target.dtype)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        spec = MoESpec.from_config(model.config)
+        model.set_experts_implementation(training_implementation(spec.num_experts, spec.expert_width))
         tokenizer, section = AutoTokenizer.from_pretrained(folder), recipe.draft.corpus
     else:
         raise MoexpError(f"unknown author {author!r}", where="--author", valid="dense, target")

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 import moexp.runtime.decode as decode_module
 from moexp.errors import MoexpError
-from moexp.runtime.decode import LogitsDigest, Method, decode, decode_all
+from moexp.runtime.decode import LogitsDigest, decode, decode_all
 from moexp.runtime.drafters import SelfDrafter, routing_overlap, union_size
+from moexp.runtime.method import Method
 from moexp.runtime.verify import Sampling
 from tests.branches import Branches
 from tests.engines import WatchedStore, make_engine, prompt, swap_store

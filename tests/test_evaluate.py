@@ -24,7 +24,8 @@ from moexp.evaluate import (
 from moexp.exactness import Gate, Outcome, RowLog, row_invariant
 from moexp.learn.build import build_target
 from moexp.recipe import Recipe, load_recipe
-from moexp.runtime.decode import LogitsDigest, Method
+from moexp.runtime.decode import LogitsDigest
+from moexp.runtime.method import Method
 from moexp.runtime.select import POLICIES
 from moexp.runtime.verify import Verdict
 from moexp.show import gate_lines, gate_table

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from moexp.bench.runner import Job, PromptEngine
-from moexp.runtime.decode import Method, decode
+from moexp.runtime.decode import decode
 from moexp.runtime.forward import StepOut
+from moexp.runtime.method import Method
 from moexp.runtime.moe import StepPath
 from moexp.runtime.select import Truncation
 from moexp.runtime.verify import Sampling

@@ -24,9 +24,10 @@ from moexp.data import Prompt, load_prompts, render_chat
 from moexp.progress import stage
 from moexp.records import RecordWriter, RequestRecord, StepRecord, read_records
 from moexp.report import PROBE, PROVENANCE, REQUESTS, SETTINGS, STEPS
-from moexp.runtime.decode import Method, decode_all
+from moexp.runtime.decode import decode_all
 from moexp.runtime.forward import Engine
 from moexp.runtime.kv import BlockCacheLayer
+from moexp.runtime.method import Method
 from moexp.runtime.verify import Sampling
 
 

@@ -1,0 +1,172 @@
+"""One cycle of tree decoding: grow a draft tree, predict its experts, select, prefetch, verify in one step, commit.
+
+The drafter is the target on a cheap path, as for chains. A draft step runs the nodes to expand with their ancestors as
+one small tree, so the draft path needs no cache of its own; the experts of nodes that ran before are still held.
+
+Shape suffixes: N nodes, L MoE layers, k top-k, W words of an expert set.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moexp.records import StepRecord
+from moexp.runtime.drafters import draft_path, routing_overlap, union_size, until_stop
+from moexp.runtime.forward import VERIFY, Engine
+from moexp.runtime.method import Method
+from moexp.runtime.tree import DraftTree, TreeBuilder, TreeShape
+from moexp.runtime.tree_select import SelectorOptions, Words, make_selector, pack_experts, select
+from moexp.runtime.tree_verify import verify_tree
+from moexp.runtime.verify import Sampler, Sampling
+
+
+class SelfTreeDrafter:
+    """Grows trees with an engine's own target on a draft path.
+
+    Args:
+        engine: its cache ends before the pending token.
+        method: whose drafter, shape and predictor.
+    """
+
+    def __init__(self, engine: Engine, method: Method) -> None:
+        assert method.tree is not None
+        self.engine, self.plan = engine, method.tree
+        self.path = draft_path(method.drafter, method.r, prefetch=False)
+        self.predicts = self.plan.predictor == "draft-router"
+
+    def grow(self, pending: int, steps: int) -> tuple[DraftTree, dict[int, np.ndarray]]:
+        """A tree of at most `steps` steps from the pending token.
+
+        Returns:
+            the tree, and the draft router's top-k [L, k] for the nodes that were run: all of them, where the plan
+            predicts experts, at the price of one more draft step for the leaves.
+        """
+        shape = self.plan.shape
+        builder = TreeBuilder(pending, TreeShape(min(steps, shape.steps), shape.width, shape.beam, shape.pruned))
+        routing: dict[int, np.ndarray] = {}
+        while not builder.done:
+            tree = builder.tree
+            logits = self._run(tree, builder.expanded, routing)
+            log_probs_FV = torch.stack([logits[node] for node in builder.expanded]).log_softmax(-1)
+            best_FC, tokens_FC = log_probs_FV.topk(shape.width, dim=-1)
+            builder.extend(tokens_FC.cpu().numpy(), best_FC.double().cpu().numpy())
+        tree = builder.tree
+        if self.predicts:
+            waiting = [node for node in range(len(tree)) if node not in routing]
+            while waiting:
+                self._run(tree, self._that_fit(tree, waiting), routing)
+                waiting = [node for node in waiting if node not in routing]
+        return tree, routing
+
+    def _run(self, tree: DraftTree, nodes: Sequence[int], routing: dict[int, np.ndarray]) -> dict[int, Tensor]:
+        """Logits of `nodes`, run with their ancestors; the routing of all that ran is added."""
+        run = sorted({ancestor for node in nodes for ancestor in tree.path(node)})
+        part = tree.take(run)
+        out = self.engine.step_tree(part.tokens_N.tolist(), part.parents_N.tolist(), self.path)
+        routing.update((node, out.routing_LBk[:, row]) for row, node in enumerate(run))
+        return {node: out.logits_BV[row] for row, node in enumerate(run)}
+
+    def _that_fit(self, tree: DraftTree, waiting: Sequence[int]) -> list[int]:
+        """As many of the waiting nodes as go into one block with their ancestors."""
+        held: set[int] = set()
+        chosen: list[int] = []
+        for node in waiting:
+            with_node = held | set(tree.path(node))
+            if len(with_node) <= self.engine.block:
+                held, chosen = with_node, [*chosen, node]
+        return chosen
+
+
+class TreeLoop:
+    """The tree counterpart of the chain's loop: `cycle` after `cycle` on one request."""
+
+    def __init__(self, engine: Engine, method: Method, sampling: Sampling, stop_ids: frozenset[int]) -> None:
+        assert method.tree is not None
+        self.engine, self.method, self.sampling, self.stop_ids = engine, method, sampling, stop_ids
+        self.plan = method.tree
+        self.sampler = Sampler(sampling.seed)
+        self.drafter = SelfTreeDrafter(engine, method)
+        self.selector = make_selector(
+            self.plan.selector,
+            SelectorOptions(self.plan.epsilon, method.tau, None if method.budget == "cache" else method.budget),
+        )
+
+    def cycle(self, pending: int, room: int, request: int, number: int) -> tuple[StepRecord, Tensor]:
+        """One cycle from `pending`, whose position is the engine's length; emits 1 to `room` tokens.
+
+        Returns:
+            the record, and the logits of the emitted positions.
+        """
+        engine, store = self.engine, self.engine.store
+        before = store.counters.snapshot()
+        begin_s = time.perf_counter()
+        store.begin_cycle()
+        base = engine.length
+        tree, routing = self._grow(pending, room - 1)
+        engine.rollback(base)
+        nodes = self._select(tree, routing)
+        block = tree.take(nodes)
+        if self.method.prefetch:
+            for node in nodes:
+                if node in routing:
+                    engine.prefetch(routing[node])
+        draft_end_s = time.perf_counter()
+        out = engine.step_tree(block.tokens_N.tolist(), block.parents_N.tolist(), VERIFY)
+        verdict = verify_tree(block, out.logits_BV, self.sampling, self.sampler)
+        verify_end_s = time.perf_counter()
+        emitted = until_stop(self.stop_ids, verdict.tokens(block))
+        kept = list(verdict.path[: len(emitted)])
+        engine.commit(kept)  # the last emitted token is pending: it has no keys and values yet
+        end_s = time.perf_counter()
+        predicted = [row for row, node in enumerate(nodes) if node in routing]
+        overlap, slots = None, None
+        if predicted:
+            drafted = np.stack([routing[nodes[row]] for row in predicted], axis=1)
+            overlap, slots = routing_overlap(drafted, out.routing_LBk[:, predicted])
+        record = StepRecord(
+            request=request,
+            cycle=number,
+            method=self.method.label,
+            drafted=len(block) - 1,
+            accepted=min(verdict.accepted, len(emitted)),
+            emitted=len(emitted),
+            tokens=emitted,
+            confidences=block.path_probs_N[1:].tolist(),
+            unique_draft=self._unique_draft(routing),
+            unique_verify=union_size(out.routing_LBk, engine.spec.num_experts),
+            union_layers=len(engine.spec.moe_layers),
+            router_overlap=overlap,
+            router_slots=slots,
+            tree_nodes=len(tree),
+            draft_s=draft_end_s - begin_s,
+            verify_s=verify_end_s - draft_end_s,
+            cycle_s=end_s - begin_s,
+            store=(store.counters - before).as_dict(),
+        )
+        return record, out.logits_BV[kept]
+
+    def _grow(self, pending: int, steps: int) -> tuple[DraftTree, dict[int, np.ndarray]]:
+        if steps < 1:
+            return DraftTree.chain(pending, [], []), {}
+        return self.drafter.grow(pending, steps)
+
+    def _select(self, tree: DraftTree, routing: dict[int, np.ndarray]) -> list[int]:
+        """Nodes to verify, the root first, likelier children first."""
+        words_NLW: Words | None = None
+        if len(routing) == len(tree):
+            ids_NLk = np.stack([routing[node] for node in range(len(tree))]).astype(np.int64)
+            words_NLW = pack_experts(ids_NLk, self.engine.spec.num_experts)
+        elif len(tree) == 1:
+            return [0]
+        return tree.depth_first(select(self.selector, tree, self.plan.gamma, words_NLW).nodes)
+
+    def _unique_draft(self, routing: dict[int, np.ndarray]) -> int:
+        if not routing:
+            return 0
+        used = np.stack(list(routing.values()), axis=1)[..., : self.drafter.path.top_r]
+        return union_size(used, self.engine.spec.num_experts)
