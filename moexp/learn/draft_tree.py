@@ -44,11 +44,14 @@ class Trees:
 
     def with_roots_of(self, other: Trees) -> Trees:
         """The trees of both, side by side along R."""
-        pairs = ((getattr(self, name), getattr(other, name)) for name in _PER_ROOT)
-        return Trees(*(torch.cat(pair, dim=1) for pair in pairs), depths_N=self.depths_N)
-
-
-_PER_ROOT = ("tokens_BRN", "parents_BRN", "ancestors_BRNN", "scores_BRN", "kept_BRN")
+        return Trees(
+            tokens_BRN=torch.cat([self.tokens_BRN, other.tokens_BRN], dim=1),
+            parents_BRN=torch.cat([self.parents_BRN, other.parents_BRN], dim=1),
+            ancestors_BRNN=torch.cat([self.ancestors_BRNN, other.ancestors_BRNN], dim=1),
+            scores_BRN=torch.cat([self.scores_BRN, other.scores_BRN], dim=1),
+            kept_BRN=torch.cat([self.kept_BRN, other.kept_BRN], dim=1),
+            depths_N=self.depths_N,
+        )
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ..errors import MoexpError
 from ..target.eagle_head import EagleHead
+from ..target.mtp_head import MtpHead
 from .chains import Chains, Seen, TargetPass, tokens_at_step
 from .head_loss import Teacher, head_loss, read_teacher
 from .loop import Metrics, Schedule, batch_rows, train
@@ -81,17 +82,18 @@ def train_eagle(
         loss.backward()
         return metrics
 
-    return _train(head, settings, step_fn, checkpoint, identity, on_step)
+    return train_head(head, settings, step_fn, checkpoint, identity, on_step)
 
 
-def _train(
-    head: EagleHead,
+def train_head(
+    head: EagleHead | MtpHead,
     settings: HeadSettings,
     step_fn: Callable[[int], Metrics],
     checkpoint: Path | None,
     identity: str,
     on_step: OnStep,
 ) -> int:
+    """The training loop over what is the head's own to learn."""
     named = head.train().trainable()
     for parameter in named.values():
         parameter.requires_grad_(True)
@@ -146,7 +148,7 @@ def teacher_of(head: EagleHead, model: PreTrainedModel, seen: Seen) -> Teacher:
     lm_head = model.get_output_embeddings()
     target_ids_D = head.target_ids(torch.arange(head.config.draft_vocab, device=seen.final_BLH.device))
     draft_ids_V = head.draft_ids(torch.arange(head.vocab, device=seen.final_BLH.device))
-    return read_teacher(seen.final_BLH.flatten(0, 1), lm_head.weight.detach(), target_ids_D, draft_ids_V)  # type: ignore[union-attr,operator]
+    return read_teacher(seen.final_BLH.flatten(0, 1), lm_head.weight.detach(), target_ids_D, draft_ids_V)
 
 
 def _product_dtype(model: PreTrainedModel, settings: HeadSettings) -> torch.dtype:

@@ -26,8 +26,8 @@ from ..target.draft_head import frozen_copy
 from ..target.eagle_head import EagleHead
 from .chains import Chains, Seen, TargetPass
 from .draft_tree import accepted_paths, grow_trees, read_target, tree_rewards
-from .eagle import HeadSettings, OnStep, eagle_loss, head_autocast
-from .loop import Metrics, batch_rows, train
+from .eagle import HeadSettings, OnStep, eagle_loss, head_autocast, train_head
+from .loop import Metrics, batch_rows
 
 
 @dataclass(frozen=True)
@@ -98,13 +98,7 @@ def train_gto(
         total.backward()
         return {**metrics, **more, "loss": float(total.detach())}
 
-    named = head.train().trainable()
-    for parameter in named.values():
-        parameter.requires_grad_(True)
-    return train(
-        named, settings.schedule, step_fn,
-        clip=settings.clip, checkpoint=checkpoint, identity=identity, on_step=on_step,
-    )  # fmt: skip
+    return train_head(head, settings, step_fn, checkpoint, identity, on_step)
 
 
 def group_roots(pairs: int, tree: TreeSettings, seed: int, step: int) -> Tensor:
@@ -140,10 +134,12 @@ def tree_loss(
         chains: of the head that learns, at step 0, with its graph.
         cache: the target's keys of the rows; extended.
     """
-    shape = {"depth": tree.depth, "width": tree.width, "budget": tree.budget}
     with torch.no_grad():
         fixed = Chains(reference, rows_BL, seen.features_BLF)
-        mine, theirs = grow_trees(chains.fork(roots_R), **shape), grow_trees(fixed.fork(roots_R), **shape)
+        mine, theirs = (
+            grow_trees(start.fork(roots_R), depth=tree.depth, width=tree.width, budget=tree.budget)
+            for start in (chains, fixed)
+        )
         log_p, hit = read_target(model, cache, seen, torch.cat([roots_R, roots_R]), mine.with_roots_of(theirs))
         roots = len(roots_R)
         reward_BR, expected_BR = tree_rewards(mine, log_p[:, :roots], eta=tree.eta)

@@ -1,4 +1,4 @@
-"""The loss of a head with an output projection of its own over a reduced vocabulary, without [T, D] tensors in autograd.
+"""The loss of a head with its own projection to a reduced vocabulary, without [T, D] tensors in autograd.
 
 The target's distribution is restricted to the draft vocabulary and renormalised, p'; the loss is cross-entropy
 H(p', q) at the positions whose most likely token can be drafted (others cannot be got right, and teach nothing).

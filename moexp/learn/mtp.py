@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from ..errors import MoexpError
 from ..target.mtp_head import MtpHead
 from .chains import Chains, Seen, TargetPass, tokens_at_step
-from .eagle import HeadSettings, OnStep, head_autocast
+from .eagle import HeadSettings, OnStep, head_autocast, train_head
 from .kd import logit_loss
-from .loop import Metrics, Schedule, batch_rows, train
+from .loop import Metrics, Schedule, batch_rows
 
 
 def train_mtp(
@@ -46,13 +46,7 @@ def train_mtp(
         loss.backward()
         return metrics
 
-    named = head.train().trainable()
-    for parameter in named.values():
-        parameter.requires_grad_(True)
-    return train(
-        named, settings.schedule, step_fn,
-        clip=settings.clip, checkpoint=checkpoint, identity=identity, on_step=on_step,
-    )  # fmt: skip
+    return train_head(head, settings, step_fn, checkpoint, identity, on_step)
 
 
 def mtp_loss(

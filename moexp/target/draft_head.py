@@ -143,7 +143,7 @@ class HeadCache:
 
 
 class TapeCache:
-    """A cache that autograd can follow: it concatenates, and `fork` gives another that continues from the same pairs."""
+    """A cache that autograd can follow: it concatenates. `fork` gives another that continues from the same pairs."""
 
     def __init__(self) -> None:
         self.length = 0

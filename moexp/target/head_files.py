@@ -21,9 +21,10 @@ INTEGERS = frozenset({"I64", "I32", "I16", "I8", "U8", "BOOL"})
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor is, and its shape and storage type."""
+    """Where a tensor is and by which name, its shape and its storage type."""
 
     file: Path
+    name: str
     shape: tuple[int, ...]
     dtype: str
 
@@ -54,7 +55,7 @@ def list_tensors(folder: Path, prefix: str = "") -> dict[str, Entry]:
     for file in files:
         for name, entry in read_header(file).items():
             if name.startswith(prefix):
-                found[name] = Entry(file, tuple(entry["shape"]), entry["dtype"])
+                found[name] = Entry(file, name, tuple(entry["shape"]), entry["dtype"])
     for name, shard in (placed or {}).items():
         if name not in found:
             raise MoexpError(f"tensor {name} is missing from {shard}, where the index puts it", where=str(folder))
@@ -62,7 +63,7 @@ def list_tensors(folder: Path, prefix: str = "") -> dict[str, Entry]:
 
 
 def read_tensors(entries: Mapping[str, Entry], names: Iterable[str], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Tensors by name, floating ones cast to `dtype`; each file is opened once.
+    """Tensors by their keys in `entries`, floating ones cast to `dtype`; each file is opened once.
 
     Raises:
         MoexpError: a tensor in a quantised type, which needs scales that this does not know.
@@ -80,7 +81,7 @@ def read_tensors(entries: Mapping[str, Entry], names: Iterable[str], dtype: torc
                         where=str(file),
                         valid=f"one of {', '.join(DTYPES)}: dequantise it first",
                     )
-                tensor = shard.get_tensor(name)
+                tensor = shard.get_tensor(entries[name].name)
                 # A copy: what `get_tensor` gives may be a view of the mapped file.
                 tensors[name] = tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
     return tensors

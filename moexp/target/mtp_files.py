@@ -79,7 +79,13 @@ def load_mtp_layer(folder: Path | str, model: Any, *, depth: int = 0, dtype: tor
 
 def save_mtp_head(folder: Path, head: MtpHead, fingerprint: str, details: dict[str, Any] | None = None) -> None:
     """Writes a head trained here, atomically. `details` (recipe, metrics, provenance) is for people to read."""
-    header = {"format": FORMAT, "target": fingerprint, "hidden": head.hidden, "dense": is_dense(head), **(details or {})}
+    header = {
+        "format": FORMAT,
+        "target": fingerprint,
+        "hidden": head.hidden,
+        "dense": is_dense(head),
+        **(details or {}),
+    }
     tensors = {name: tensor.detach().contiguous() for name, tensor in head.state_dict().items()}
     with new_folder(folder) as temp:
         save_file(tensors, temp / WEIGHTS)

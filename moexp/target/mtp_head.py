@@ -13,7 +13,6 @@ Shape suffixes: B rows of a batch, T pairs, K pairs with those in the cache, H h
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -140,5 +139,3 @@ def start_from_target(head: MtpHead, norm: nn.Module) -> None:
     for name, parameter in layer.mlp.named_parameters():
         if "down_proj" in name:
             parameter.zero_()
-
-
