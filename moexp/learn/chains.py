@@ -5,6 +5,9 @@ the head's own output of step s - 1 with the next token, at position t + s, and 
 the earlier steps of its own chain, nothing else. That is the cache that a drafter has after verifying up to t, so
 training meets what decoding meets (EAGLE-3's training-time test).
 
+Published training code masks one true pair more at each step (t at step 1, then t - 1, and so on), which a drafter's
+cache does hold; here the mask is the drafter's.
+
 Shape suffixes: B rows, L tokens a row, n = L - 1 true pairs, R roots a row, K pairs seen, F, H as in `draft_head`,
 V vocabulary.
 """
