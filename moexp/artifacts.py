@@ -49,6 +49,15 @@ def draft_folder(recipe: Recipe) -> Path:
     return artifact_path("drafts", recipe, "target", "draft", "seed")
 
 
+def head_folder(recipe: Recipe, kind: str | None = None) -> Path:
+    """Where the recipe's draft head lies, or its head of another kind with otherwise the same settings."""
+    if kind is not None:
+        head = recipe.head.model_copy(update={"kind": kind})
+        recipe = recipe.model_copy(update={"head": head})
+    folder = artifact_path("heads", recipe, "target", "head", "draft.corpus", "draft.held_out_rows", "seed")
+    return folder.with_name(f"{recipe.head.kind}-{folder.name}")
+
+
 def source_cache() -> Path:
     """Fetched files that targets are built from."""
     return home() / "sources"

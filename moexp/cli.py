@@ -154,6 +154,14 @@ def train_draft_expert(recipe: RecipeOption = "pocket", changes: SetOption = Non
     train_stage(load(recipe, _placed(changes, "paths.draft_experts", out)), _console())
 
 
+@command(app, "train-drafter", "moexp train-drafter --recipe pocket-eagle3")
+def train_drafter(recipe: RecipeOption = "pocket-eagle3", changes: SetOption = None) -> None:
+    """Train a head that drafts from the target's hidden states: EAGLE-3, MTP or GTO."""
+    from moexp.stages import drafter_stage
+
+    drafter_stage(load(recipe, changes), _console())
+
+
 @command(app, "generate", 'moexp generate "Why is the sky blue?" --recipe pocket')
 def generate(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="What the user says.")],

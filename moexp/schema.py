@@ -201,6 +201,28 @@ class DraftSection(Section):
     max_minutes: PositiveFloat | None = 8.0
 
 
+class HeadSection(Section):
+    """`moexp train-drafter`: a head that drafts from the target's hidden states. Its text is the draft section's."""
+
+    kind: Literal["eagle3", "mtp", "gto"] = "eagle3"
+    """EAGLE-3; MTP as DeepSeek-V3 has it; or GTO, which goes on from the EAGLE-3 head of the same settings."""
+    draft_vocab: NonNegative = 0
+    """Tokens that an EAGLE-3 head can draft, the most frequent ones; 0: all."""
+    unroll: Positive = 3
+    """Draft steps that a training step runs (training-time test)."""
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Weight of a draft step relative to the one before."""
+    steps: NonNegative = 200
+    rows: Positive = 4
+    """Corpus rows a step."""
+    lr: PositiveFloat = 5e-4
+    tree_width: Positive = 2
+    """Of GTO's draft trees; their depth is `unroll`."""
+    tree_weight: NonNegativeFloat = 0.5
+    """Of GTO's reward beside the token loss."""
+    max_minutes: PositiveFloat | None = 8.0
+
+
 class TreeSection(Section):
     """A draft tree in place of a chain (EcoSpec): how it is grown, and which nodes are verified."""
 
@@ -335,6 +357,7 @@ class Sections(Section):
     target: TargetSection = TargetSection()
     trace: TraceSection = TraceSection()
     draft: DraftSection = DraftSection()
+    head: HeadSection = HeadSection()
     decode: DecodeSection = DecodeSection()
     store: StoreSection = StoreSection()
     bench: BenchSection = BenchSection()

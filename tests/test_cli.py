@@ -21,9 +21,10 @@ REPO = Path(__file__).parent.parent
 FLAGS = {
     "recipes": set(),
     "show-recipe": {"--recipe", "-r", "--set", "-s"},
-    "build-target": {"--recipe", "-r", "--set", "-s"},
+    "build-target": {"--recipe", "-r", "--set", "-s", "--out", "-o"},
     "trace-routing": {"--recipe", "-r", "--text", "--set", "-s", "--out", "-o"},
-    "train-draft-expert": {"--recipe", "-r", "--set", "-s"},
+    "train-draft-expert": {"--recipe", "-r", "--set", "-s", "--out", "-o"},
+    "train-drafter": {"--recipe", "-r", "--set", "-s"},
     "generate": {"text", "--recipe", "-r", "--compare", "--set", "-s"},
     "eval": {"--recipe", "-r", "--tokens", "--set", "-s", "--out", "-o"},
     "write-corpus": {"--author", "--tokens", "--recipe", "-r", "--set", "-s", "--out", "-o"},
