@@ -308,7 +308,7 @@ def token_distribution(engine, method, sampling, ids=(5, 77, 130)):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (Method("nonesuch"), "unknown drafter 'nonesuch'.*ar, draft-expert, target, top-r"),
+        (Method("nonesuch"), "unknown drafter 'nonesuch'.*ar, head, draft-expert, target, top-r"),
         (Method("top-r", r=0), "r = 0.*1 to 4"),
         (Method("top-r", r=5), "r = 5.*1 to 4"),
         (Method("top-r", max_draft=0), "max_draft = 0.*1 to 7"),

@@ -80,11 +80,14 @@ def decode(
         raise MoexpError("an empty prompt", valid="at least one token")
     if max_new_tokens < 1:
         raise MoexpError(f"{max_new_tokens} new tokens", where="decode.max_new_tokens", valid="from 1")
-    make_loop: type[_Loop] | type[TreeLoop] = _Loop if method.tree is None else TreeLoop
-    loop = make_loop(engine, method, sampling, frozenset(stop_ids))
     begin_s = time.perf_counter()
     engine.start(len(prompt_ids) + max_new_tokens)
     engine.prefill(prompt_ids[:-1])
+    loop: _Loop | TreeLoop
+    if method.tree is None:
+        loop = _Loop(engine, method, sampling, frozenset(stop_ids))
+    else:
+        loop = TreeLoop(engine, method, sampling, frozenset(stop_ids), prompt_ids)
     prefill_s = time.perf_counter() - begin_s
     pending, tokens, decode_s, cycle, finish = prompt_ids[-1], list[int](), 0.0, 0, ""
     while not finish:

@@ -18,6 +18,7 @@ from torch import Tensor
 from moexp.records import StepRecord
 from moexp.runtime.drafters import draft_path, routing_overlap, union_size, until_stop
 from moexp.runtime.forward import VERIFY, Engine
+from moexp.runtime.head_drafter import HeadTreeDrafter
 from moexp.runtime.method import Method
 from moexp.runtime.tree import DraftTree, TreeBuilder, TreeShape
 from moexp.runtime.tree_select import SelectorOptions, Words, make_selector, pack_experts, select
@@ -38,6 +39,14 @@ class SelfTreeDrafter:
         self.engine, self.plan = engine, method.tree
         self.path = draft_path(method.drafter, method.r, prefetch=False)
         self.predicts = self.plan.predictor == "draft-router"
+
+    @property
+    def top_r(self) -> int | None:
+        """Routed experts that a drafted token uses."""
+        return self.path.top_r
+
+    def committed(self, rows: Sequence[int], emitted: Sequence[int]) -> None:
+        """Nothing to learn: the target's own cache is all there is."""
 
     def grow(self, pending: int, steps: int) -> tuple[DraftTree, dict[int, np.ndarray]]:
         """A tree of at most `steps` steps from the pending token.
@@ -85,12 +94,18 @@ class SelfTreeDrafter:
 class TreeLoop:
     """The tree counterpart of the chain's loop: `cycle` after `cycle` on one request."""
 
-    def __init__(self, engine: Engine, method: Method, sampling: Sampling, stop_ids: frozenset[int]) -> None:
+    def __init__(
+        self, engine: Engine, method: Method, sampling: Sampling, stop_ids: frozenset[int], prompt_ids: Sequence[int]
+    ) -> None:
         assert method.tree is not None
         self.engine, self.method, self.sampling, self.stop_ids = engine, method, sampling, stop_ids
         self.plan = method.tree
         self.sampler = Sampler(sampling.seed)
-        self.drafter = SelfTreeDrafter(engine, method)
+        self.drafter: SelfTreeDrafter | HeadTreeDrafter
+        if method.drafter == "head":
+            self.drafter = HeadTreeDrafter(engine, self.plan.shape, prompt_ids)
+        else:
+            self.drafter = SelfTreeDrafter(engine, method)
         self.selector = make_selector(
             self.plan.selector,
             SelectorOptions(self.plan.epsilon, method.tau, None if method.budget == "cache" else method.budget),
@@ -122,6 +137,7 @@ class TreeLoop:
         emitted = until_stop(self.stop_ids, verdict.tokens(block))
         kept = list(verdict.path[: len(emitted)])
         engine.commit(kept)  # the last emitted token is pending: it has no keys and values yet
+        self.drafter.committed(kept, emitted)
         end_s = time.perf_counter()
         predicted = [row for row, node in enumerate(nodes) if node in routing]
         overlap, slots = None, None
@@ -168,5 +184,5 @@ class TreeLoop:
     def _unique_draft(self, routing: dict[int, np.ndarray]) -> int:
         if not routing:
             return 0
-        used = np.stack(list(routing.values()), axis=1)[..., : self.drafter.path.top_r]
+        used = np.stack(list(routing.values()), axis=1)[..., : self.drafter.top_r]
         return union_size(used, self.engine.spec.num_experts)

@@ -35,6 +35,7 @@ from moexp.runtime.moe import (
 )
 from moexp.runtime.store import ExpertStore
 from moexp.target.draft_expert import DraftExperts
+from moexp.target.draft_head import DraftHead
 from moexp.target.load import Target
 
 PREFILL = StepPath("prefill")
@@ -83,6 +84,7 @@ class Engine:
         kv_multiple: padding of the key/value length; by default 128, for fp32 512 (torch's CPU attention works through
             keys in runs of 512, and in fp32 a row's bits depend on the length of its last run).
         draft_experts: for paths that use them.
+        draft_head: for tree drafters that read the target's hidden states, which steps then keep (`take_features`).
         restructured: use the restructured attention, routing and feed-forward where the family has them;
             otherwise transformers' own modules throughout.
         pack: keep packed copies of the resident weights (bf16 on CPU only).
@@ -98,6 +100,7 @@ class Engine:
         prefill_rows: int = 128,
         kv_multiple: int | None = None,
         draft_experts: LayerDrafts | None = None,
+        draft_head: DraftHead | None = None,
         restructured: bool = True,
         pack: bool = True,
     ) -> None:
@@ -108,7 +111,8 @@ class Engine:
         self.block, self.draft_rows, self.prefill_rows = block, draft_rows, prefill_rows
         self.dtype, self.device = target.dtype, target.device
         self.kv_multiple = kv_multiple or (512 if self.dtype == torch.float32 else 128)
-        self.draft_experts = draft_experts
+        self.draft_experts, self.draft_head = draft_experts, draft_head
+        self._features: list[Tensor] = []
         # Latent attention has as many expanded key heads as query heads, whatever its config calls them.
         latent = hasattr(target.model.config, "kv_lora_rank")
         self._group = 1 if latent else self.spec.num_heads // self.spec.num_kv_heads
@@ -136,6 +140,7 @@ class Engine:
             if self._fused:
                 self._rotary = RotaryTable(self._base.rotary_emb, needed, self.dtype, self.device)
         self.cache.reset()
+        self._features.clear()
 
     @property
     def length(self) -> int:
@@ -190,6 +195,13 @@ class Engine:
         for layer, (keys, values) in self._tree_kept.items():
             self.cache.update(keys[:, :, at], values[:, :, at], layer)
 
+    def take_features(self) -> Tensor | None:
+        """What the draft head reads of the positions run since the last call (draft steps aside), [positions, F]; None
+        if there were none.
+        """
+        kept, self._features = self._features, []
+        return torch.cat(kept) if kept else None
+
     def expert_ids(self, routing_Lk: np.ndarray) -> list[int]:
         """Routing of one token as numbers that are unique over layers (for unions of experts)."""
         return (routing_Lk + self._layer_offsets_L1).ravel().tolist()
@@ -209,7 +221,9 @@ class Engine:
         block = self._context(rows, start, parents)
         x_TH = self._embed(padded_ids)
         routing: list[np.ndarray] = []
-        for layer in self._layers:
+        wanted = self.draft_head.feature_layers if self.draft_head is not None and path.phase != "draft" else None
+        seen: list[Tensor] = []
+        for number, layer in enumerate(self._layers):
             x_TH = x_TH + layer.attend(layer.norm_1(x_TH), block)
             hidden_TH = layer.norm_2(x_TH)
             if layer.moe is not None:
@@ -219,6 +233,10 @@ class Engine:
                 assert layer.dense is not None
                 output_TH = layer.dense(hidden_TH)
             x_TH = x_TH + output_TH
+            if wanted and number in wanted:
+                seen.append(x_TH[:live])
+        if wanted is not None:
+            self._features.append(torch.cat(seen, dim=-1) if wanted else self._final_norm(x_TH[:live]))
         self.rollback(start + live if parents is None else start)
         self._tree_kept = block.kept
         return x_TH, routing

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from moexp.runtime.forward import Engine
 
 PREDICTORS = ("draft-router", "none")
+HEAD = "head"  # the drafter that reads the target's hidden states
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Method:
     """A choice of drafter, truncation and prefetch. All of them emit what the target alone would.
 
     Attributes:
-        drafter: "ar" (none), "top-r", "draft-expert", or "target" (the control that drafts for itself).
+        drafter: "ar" (none), "top-r", "draft-expert", "head" (of the engine; trees only), or "target" (the control that
+            drafts for itself).
         r: routed experts while drafting.
         max_draft: K, drafted tokens a cycle at most.
         policy: a key of `select.POLICIES`.
@@ -93,14 +95,18 @@ def check_method(method: Method, engine: Engine) -> None:
     """
     if method.is_ar:
         return
-    if method.drafter not in DRAFTERS:
-        raise MoexpError(
-            f"unknown drafter {method.drafter!r}", where="decode.drafter", valid=", ".join(["ar", *sorted(DRAFTERS)])
-        )
+    if method.drafter == HEAD:
+        if method.tree is None:
+            raise MoexpError("a head drafts trees", where="decode.tree", valid="a tree; of width 1 it is a chain")
+        if engine.draft_head is None:
+            raise MoexpError("no draft head is loaded", where="decode.drafter", valid="train one, or top-r")
+    elif method.drafter not in DRAFTERS:
+        valid = ", ".join(["ar", HEAD, *sorted(DRAFTERS)])
+        raise MoexpError(f"unknown drafter {method.drafter!r}", where="decode.drafter", valid=valid)
     if not 1 <= method.r <= engine.spec.top_k:
         raise MoexpError(f"r = {method.r}", where="decode.r", valid=f"1 to {engine.spec.top_k}")
     if method.tree is not None:
-        _check_tree(method.tree, engine.block)
+        _check_tree(method.tree, engine.block, method.drafter)
     Truncation(method.policy)
     if method.tree is None and not 1 <= method.max_draft < engine.block:
         raise MoexpError(
@@ -112,10 +118,12 @@ def check_method(method: Method, engine: Engine) -> None:
         raise MoexpError("no draft experts are loaded", where="decode.drafter", valid="train them, or top-r")
 
 
-def _check_tree(plan: TreePlan, block: int) -> None:
+def _check_tree(plan: TreePlan, block: int, drafter: str) -> None:
     selector = make_selector(plan.selector, SelectorOptions(plan.epsilon))
     if plan.predictor not in PREDICTORS:
         raise MoexpError(f"unknown predictor {plan.predictor!r}", where="decode.predictor", valid=", ".join(PREDICTORS))
+    if drafter == HEAD and plan.predictor == "draft-router":
+        raise MoexpError("a head has no draft router", where="decode.predictor", valid="none")
     if selector.needs == "recorded" or (selector.needs == "predicted" and plan.predictor == "none"):
         raise MoexpError(
             f"selector {plan.selector} with predictor {plan.predictor}",
@@ -126,6 +134,6 @@ def _check_tree(plan: TreePlan, block: int) -> None:
         raise MoexpError(f"gamma = {plan.gamma} in steps of {block} rows", where="decode.gamma", valid=f"1 to {block}")
     # The nodes that a draft step runs, and all their ancestors, go into one block.
     grown = 1 + sum(min(plan.shape.beam, plan.shape.width**step) for step in range(1, plan.shape.steps))
-    if grown > block:
+    if drafter != HEAD and grown > block:
         raise MoexpError(f"a tree of {grown} inner nodes in steps of {block} rows", where="decode.tree",
                          valid=f"at most {block}: fewer steps, or a smaller beam")  # fmt: skip
