@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from moexp.runtime.store import ExpertStore
     from moexp.runtime.verify import Sampling
     from moexp.target.draft_expert import DraftExperts
+    from moexp.target.draft_head import DraftHead
     from moexp.target.load import Target
 
 
@@ -110,6 +111,30 @@ def open_draft_experts(recipe: Recipe, target: Target) -> DraftExperts:
     return load_draft_experts(folder, target_identity(target.folder), dtype=target.dtype)
 
 
+def open_draft_head(recipe: Recipe, target: Target) -> DraftHead:
+    """The recipe's draft head, in the target's dtype.
+
+    Raises:
+        MoexpError: not trained yet, or trained for another target.
+    """
+    from moexp.target.eagle_files import load_eagle_head
+    from moexp.target.load import target_identity
+    from moexp.target.mtp_files import load_mtp_head
+
+    folder = head_folder(recipe)
+    if not folder.exists():
+        raise MoexpError(
+            "the draft head is not trained",
+            where=str(folder),
+            valid=f"run: moexp train-drafter --recipe {recipe.name}",
+        )
+    identity = target_identity(target.folder)
+    if recipe.head.kind == "mtp":
+        return load_mtp_head(folder, target.model, identity, dtype=target.dtype)
+    embedding = target.model.get_input_embeddings()
+    return load_eagle_head(folder, target.spec, embedding, fingerprint=identity, dtype=target.dtype)
+
+
 @contextmanager
 def opened_store(target: Target, section: StoreSection) -> Iterator[ExpertStore]:
     """The store that a recipe's section describes, closed at the end."""
@@ -134,12 +159,17 @@ def opened_store(target: Target, section: StoreSection) -> Iterator[ExpertStore]
 
 
 @contextmanager
-def opened_engine(target: Target, section: StoreSection, draft_experts: DraftExperts | None = None) -> Iterator[Engine]:
+def opened_engine(
+    target: Target,
+    section: StoreSection,
+    draft_experts: DraftExperts | None = None,
+    draft_head: DraftHead | None = None,
+) -> Iterator[Engine]:
     """An engine over the target with a store of its own."""
     from moexp.runtime.forward import Engine
 
     with opened_store(target, section) as store:
-        yield Engine(target, store, draft_experts=draft_experts)
+        yield Engine(target, store, draft_experts=draft_experts, draft_head=draft_head)
 
 
 def method_of(section: DecodeSection) -> Method:

@@ -12,15 +12,16 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from moexp import metrics
-from moexp.artifacts import method_of, open_draft_experts, open_target, opened_engine, sampling_of
+from moexp.artifacts import method_of, open_draft_experts, open_draft_head, open_target, opened_engine, sampling_of
 from moexp.data import Prompt, render_chat
 from moexp.metrics import Ratio
 from moexp.recipe import Recipe
 from moexp.records import RequestRecord, StepRecord
 from moexp.runtime.decode import decode
-from moexp.runtime.method import Method
+from moexp.runtime.method import HEAD, Method
 from moexp.runtime.verify import Sampling
 from moexp.target.draft_expert import DraftExperts
+from moexp.target.draft_head import DraftHead
 from moexp.target.load import Target
 
 DRAFTED, TARGET = "green", "bold cyan"
@@ -108,14 +109,15 @@ def generate(recipe: Recipe, text: str, console: Console, *, compare: bool = Tru
     target = open_target(recipe, padded=True)
     method, sampling = method_of(recipe.decode), sampling_of(recipe.decode, recipe.seed)
     experts = open_draft_experts(recipe, target) if method.drafter == "draft-expert" else None
+    head = open_draft_head(recipe, target) if method.drafter == HEAD else None
     ids = render_chat(target.tokenizer, Prompt("prompt", "generate", (text,)))
     show = _Screen(console, target.tokenizer, legend=not method.is_ar)
-    arm = _decode(recipe, target, experts, ids, method, sampling, show.step)
+    arm = _decode(recipe, target, experts, head, ids, method, sampling, show.step)
     show.end()
     ar = None
     if compare and not method.is_ar:
         with console.status("the same request by AR"):
-            ar = _decode(recipe, target, None, ids, Method(), sampling, lambda step: None)
+            ar = _decode(recipe, target, None, None, ids, Method(), sampling, lambda step: None)
     result = Generated(arm, ar, sampling)
     console.print(summary_table(result))
     tag = "emulated" if recipe.store.pace else "measured"
@@ -128,13 +130,14 @@ def _decode(
     recipe: Recipe,
     target: Target,
     experts: DraftExperts | None,
+    head: DraftHead | None,
     ids: Sequence[int],
     method: Method,
     sampling: Sampling,
     on_step: Callable[[StepRecord], None],
 ) -> Arm:
     """The request on a fresh engine and store, after a few tokens that are not counted."""
-    with opened_engine(target, recipe.store, experts) as engine:
+    with opened_engine(target, recipe.store, experts, head) as engine:
         for _ in decode(engine, ids[:1], method, Sampling(), max_new_tokens=4):
             pass
         limit = recipe.decode.max_new_tokens
