@@ -247,7 +247,8 @@ class DecodeSection(Section):
     """The decoding method and its sampling."""
 
     drafter: Literal["ar", "top-r", "draft-expert", "head", "target"] = "draft-expert"
-    """`head` is that of `moexp train-drafter`, for trees. `target` lets the target draft for itself: a control in which every draft must be accepted."""
+    """`head` is that of `moexp train-drafter`, for trees. `target` lets the target draft for itself: a control in which
+    every draft must be accepted."""
     r: Annotated[int, Field(ge=1)] = 1
     """Routed experts a token uses while drafting."""
     max_draft: Annotated[int, Field(ge=1, le=64)] = 4

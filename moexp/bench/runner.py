@@ -59,11 +59,11 @@ class PromptEngine(Engine):
             for layer in self.cache.layers:
                 assert isinstance(layer, BlockCacheLayer)
                 layer.length = len(prompt)
-            self._features = list(self._held_features or ())
+            self.lane.features = list(self._held_features or ())
             return
         self._held_in = None  # whatever stops the prefill, what the cache holds then is not a prompt
         super().prefill(ids)
-        self._held, self._held_in, self._held_features = prompt, self.cache, list(self._features)
+        self._held, self._held_in, self._held_features = prompt, self.cache, list(self.lane.features)
 
 
 def select_prompts(sources: Sequence[str], per_workload: int) -> list[Prompt]:

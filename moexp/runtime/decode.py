@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,10 @@ from torch import Tensor
 
 from moexp.errors import MoexpError
 from moexp.records import RequestRecord, StepRecord
+from moexp.runtime.cycle import Loop, Prepared
 from moexp.runtime.decode_tree import TreeLoop
 from moexp.runtime.drafters import Drafted, SelfDrafter, draft_path, routing_overlap, union_size, until_stop
-from moexp.runtime.forward import AR, VERIFY, Engine, StepOut
+from moexp.runtime.forward import AR, VERIFY, Block, Engine, StepOut
 from moexp.runtime.method import Method, check_method
 from moexp.runtime.select import Truncation
 from moexp.runtime.verify import Sampler, Sampling, Verdict, probabilities, verify_greedy, verify_sampled
@@ -83,15 +84,16 @@ def decode(
     begin_s = time.perf_counter()
     engine.start(len(prompt_ids) + max_new_tokens)
     engine.prefill(prompt_ids[:-1])
-    loop: _Loop | TreeLoop
-    if method.tree is None:
-        loop = _Loop(engine, method, sampling, frozenset(stop_ids))
-    else:
-        loop = TreeLoop(engine, method, sampling, frozenset(stop_ids), prompt_ids)
+    loop = make_loop(engine, method, sampling, frozenset(stop_ids), prompt_ids)
     prefill_s = time.perf_counter() - begin_s
     pending, tokens, decode_s, cycle, finish = prompt_ids[-1], list[int](), 0.0, 0, ""
     while not finish:
-        step, logits_BV = loop.cycle(pending, max_new_tokens - len(tokens), request, cycle)
+        before = engine.store.counters.snapshot()
+        engine.store.begin_cycle()
+        prepared = loop.prepare(pending, max_new_tokens - len(tokens))
+        out = engine.run(prepared.block, loop.path)
+        step, logits_BV = loop.finish(prepared, out, request, cycle)
+        step = replace(step, store=(engine.store.counters - before).as_dict())
         tokens += step.tokens
         decode_s += step.cycle_s
         pending, cycle = tokens[-1], cycle + 1
@@ -115,6 +117,15 @@ def decode(
     )
 
 
+def make_loop(
+    engine: Engine, method: Method, sampling: Sampling, stop_ids: frozenset[int], prompt_ids: Sequence[int]
+) -> Loop:
+    """The loop of a method on a request whose prompt is prefilled but for its last token."""
+    if method.tree is None:
+        return ChainLoop(engine, method, sampling, stop_ids)
+    return TreeLoop(engine, method, sampling, stop_ids, prompt_ids)
+
+
 def decode_all(
     engine: Engine,
     prompt_ids: Sequence[int],
@@ -134,36 +145,43 @@ def decode_all(
             return steps, end.value
 
 
-class _Loop:
+@dataclass
+class _PreparedChain(Prepared):
+    proposal: _Proposal
+    base: int
+
+
+class ChainLoop:
+    """Cycle after cycle on one request, with a chain of drafts; without a drafter, AR."""
+
     def __init__(self, engine: Engine, method: Method, sampling: Sampling, stop_ids: frozenset[int]) -> None:
         self.engine, self.method, self.sampling, self.stop_ids = engine, method, sampling, stop_ids
         self.sampler = Sampler(sampling.seed)
+        self.path = AR if method.is_ar else VERIFY
         self.drafter: SelfDrafter | None = None
         if not method.is_ar:
             inline = method.prefetch and method.prefetch_inline
             path = draft_path(method.drafter, method.r, prefetch=inline)
             self.drafter = SelfDrafter(engine, path, sampling, self.sampler)
 
-    def cycle(self, pending: int, room: int, request: int, number: int) -> tuple[StepRecord, Tensor]:
-        """One cycle from `pending`, whose position is the engine's length; emits 1 to `room` tokens.
-
-        Returns:
-            the record, and the logits of the emitted positions.
-        """
-        engine, store = self.engine, self.engine.store
-        before = store.counters.snapshot()
+    def prepare(self, pending: int, room: int) -> Prepared:
+        """See `Loop`."""
         begin_s = time.perf_counter()
-        store.begin_cycle()
-        base = engine.length
+        base = self.engine.length
         proposal = self._propose(pending, min(self.method.max_draft, room - 1))
-        engine.rollback(base)
-        draft_end_s = time.perf_counter()
-        out = engine.step([pending, *proposal.tokens], AR if self.method.is_ar else VERIFY)
+        self.engine.rollback(base)
+        block = Block([pending, *proposal.tokens])
+        return _PreparedChain(block, begin_s, time.perf_counter(), proposal, base)
+
+    def finish(self, prepared: Prepared, out: StepOut, request: int, number: int) -> tuple[StepRecord, Tensor]:
+        """See `Loop`."""
+        assert isinstance(prepared, _PreparedChain)
+        engine, proposal = self.engine, prepared.proposal
         verdict = self._verify(proposal.kept, out.logits_BV)
-        verify_end_s = time.perf_counter()
+        verified_s = time.perf_counter()
         emitted = until_stop(self.stop_ids, [*proposal.tokens[: verdict.accepted], verdict.bonus])
         # The last emitted token is pending: it has no keys and values yet.
-        engine.rollback(base + len(emitted))
+        engine.rollback(prepared.base + len(emitted))
         end_s = time.perf_counter()
         overlap, slots = self._overlap(proposal, out)
         record = StepRecord(
@@ -180,10 +198,9 @@ class _Loop:
             union_layers=len(engine.spec.moe_layers),
             router_overlap=overlap,
             router_slots=slots,
-            draft_s=draft_end_s - begin_s,
-            verify_s=verify_end_s - draft_end_s,
-            cycle_s=end_s - begin_s,
-            store=(store.counters - before).as_dict(),
+            draft_s=prepared.drafted_s - prepared.begin_s,
+            verify_s=verified_s - prepared.drafted_s,
+            cycle_s=end_s - prepared.begin_s,
         )
         return record, out.logits_BV[: len(emitted)]
 

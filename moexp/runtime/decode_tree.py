@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from moexp.records import StepRecord
+from moexp.runtime.cycle import Prepared
 from moexp.runtime.drafters import draft_path, routing_overlap, union_size, until_stop
-from moexp.runtime.forward import VERIFY, Engine
+from moexp.runtime.forward import VERIFY, Block, Engine, StepOut
 from moexp.runtime.head_drafter import HeadTreeDrafter
 from moexp.runtime.method import Method
 from moexp.runtime.tree import DraftTree, TreeBuilder, TreeShape
@@ -91,8 +93,29 @@ class SelfTreeDrafter:
         return chosen
 
 
+@dataclass
+class PreparedTree(Prepared):
+    """A tree that is ready to be verified.
+
+    Attributes:
+        tree: the block's nodes, with probabilities.
+        grown: nodes that it was selected from.
+        unique_draft: layer-experts that drafting touched.
+        routing: predicted experts [L, k], by row of the block.
+        covered_LW: experts that are covered with it, for the next request of a batch.
+    """
+
+    tree: DraftTree
+    grown: int
+    unique_draft: int
+    routing: dict[int, np.ndarray]
+    covered_LW: Words | None
+
+
 class TreeLoop:
-    """The tree counterpart of the chain's loop: `cycle` after `cycle` on one request."""
+    """The tree counterpart of the chain's loop: cycle after cycle on one request."""
+
+    path = VERIFY
 
     def __init__(
         self, engine: Engine, method: Method, sampling: Sampling, stop_ids: frozenset[int], prompt_ids: Sequence[int]
@@ -111,58 +134,68 @@ class TreeLoop:
             SelectorOptions(self.plan.epsilon, method.tau, None if method.budget == "cache" else method.budget),
         )
 
-    def cycle(self, pending: int, room: int, request: int, number: int) -> tuple[StepRecord, Tensor]:
-        """One cycle from `pending`, whose position is the engine's length; emits 1 to `room` tokens.
+    def prepare(self, pending: int, room: int, covered_LW: Words | None = None) -> PreparedTree:
+        """See `Loop`: grow, select and announce a tree.
 
-        Returns:
-            the record, and the logits of the emitted positions.
+        Args:
+            covered_LW: experts that cost nothing, for those of the batch's requests before this one are loaded anyway.
         """
-        engine, store = self.engine, self.engine.store
-        before = store.counters.snapshot()
+        engine = self.engine
         begin_s = time.perf_counter()
-        store.begin_cycle()
         base = engine.length
         tree, routing = self._grow(pending, room - 1)
         engine.rollback(base)
-        nodes = self._select(tree, routing)
+        nodes, covered_LW = self._select(tree, routing, covered_LW)
         block = tree.take(nodes)
         if self.method.prefetch:
             for node in nodes:
                 if node in routing:
                     engine.prefetch(routing[node])
-        draft_end_s = time.perf_counter()
-        out = engine.step_tree(block.tokens_N.tolist(), block.parents_N.tolist(), VERIFY)
-        verdict = verify_tree(block, out.logits_BV, self.sampling, self.sampler)
-        verify_end_s = time.perf_counter()
-        emitted = until_stop(self.stop_ids, verdict.tokens(block))
+        kept = {row: routing[node] for row, node in enumerate(nodes) if node in routing}
+        return PreparedTree(
+            Block(block.tokens_N.tolist(), block.parents_N.tolist()),
+            begin_s,
+            time.perf_counter(),
+            tree=block,
+            grown=len(tree),
+            unique_draft=self._unique_draft(routing),
+            routing=kept,
+            covered_LW=covered_LW,
+        )
+
+    def finish(self, prepared: Prepared, out: StepOut, request: int, number: int) -> tuple[StepRecord, Tensor]:
+        """See `Loop`."""
+        assert isinstance(prepared, PreparedTree)
+        engine, tree = self.engine, prepared.tree
+        verdict = verify_tree(tree, out.logits_BV, self.sampling, self.sampler)
+        verified_s = time.perf_counter()
+        emitted = until_stop(self.stop_ids, verdict.tokens(tree))
         kept = list(verdict.path[: len(emitted)])
         engine.commit(kept)  # the last emitted token is pending: it has no keys and values yet
         self.drafter.committed(kept, emitted)
         end_s = time.perf_counter()
-        predicted = [row for row, node in enumerate(nodes) if node in routing]
         overlap, slots = None, None
-        if predicted:
-            drafted = np.stack([routing[nodes[row]] for row in predicted], axis=1)
-            overlap, slots = routing_overlap(drafted, out.routing_LBk[:, predicted])
+        if prepared.routing:
+            drafted = np.stack(list(prepared.routing.values()), axis=1)
+            overlap, slots = routing_overlap(drafted, out.routing_LBk[:, list(prepared.routing)])
         record = StepRecord(
             request=request,
             cycle=number,
             method=self.method.label,
-            drafted=len(block) - 1,
+            drafted=len(tree) - 1,
             accepted=min(verdict.accepted, len(emitted)),
             emitted=len(emitted),
             tokens=emitted,
-            confidences=block.path_probs_N[1:].tolist(),
-            unique_draft=self._unique_draft(routing),
+            confidences=tree.path_probs_N[1:].tolist(),
+            unique_draft=prepared.unique_draft,
             unique_verify=union_size(out.routing_LBk, engine.spec.num_experts),
             union_layers=len(engine.spec.moe_layers),
             router_overlap=overlap,
             router_slots=slots,
-            tree_nodes=len(tree),
-            draft_s=draft_end_s - begin_s,
-            verify_s=verify_end_s - draft_end_s,
-            cycle_s=end_s - begin_s,
-            store=(store.counters - before).as_dict(),
+            tree_nodes=prepared.grown,
+            draft_s=prepared.drafted_s - prepared.begin_s,
+            verify_s=verified_s - prepared.drafted_s,
+            cycle_s=end_s - prepared.begin_s,
         )
         return record, out.logits_BV[kept]
 
@@ -171,15 +204,18 @@ class TreeLoop:
             return DraftTree.chain(pending, [], []), {}
         return self.drafter.grow(pending, steps)
 
-    def _select(self, tree: DraftTree, routing: dict[int, np.ndarray]) -> list[int]:
-        """Nodes to verify, the root first, likelier children first."""
+    def _select(
+        self, tree: DraftTree, routing: dict[int, np.ndarray], covered_LW: Words | None
+    ) -> tuple[list[int], Words | None]:
+        """Nodes to verify, the root first, likelier children first; and the experts that are covered with them."""
         words_NLW: Words | None = None
         if len(routing) == len(tree):
             ids_NLk = np.stack([routing[node] for node in range(len(tree))]).astype(np.int64)
             words_NLW = pack_experts(ids_NLk, self.engine.spec.num_experts)
         elif len(tree) == 1:
-            return [0]
-        return tree.depth_first(select(self.selector, tree, self.plan.gamma, words_NLW).nodes)
+            return [0], covered_LW
+        chosen = select(self.selector, tree, self.plan.gamma, words_NLW, covered_LW)
+        return tree.depth_first(chosen.nodes), covered_LW if chosen.covered_LW is None else chosen.covered_LW
 
     def _unique_draft(self, routing: dict[int, np.ndarray]) -> int:
         if not routing:
