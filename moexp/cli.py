@@ -169,6 +169,9 @@ def generate(
     compare: Annotated[
         bool, typer.Option("--compare/--no-compare", help="Decode the same request by AR too, and compare.")
     ] = True,
+    show_tree: Annotated[
+        bool, typer.Option("--show-tree", help="Draw a draft tree and what was selected from it.")
+    ] = False,
     changes: SetOption = None,
 ) -> None:
     """Answer a request, streamed, showing which tokens were drafted, and what that saved."""
@@ -177,7 +180,7 @@ def generate(
 
     chosen = load(recipe, changes)
     begin(chosen)
-    if run(chosen, text, _console(), compare=compare).identical is False:
+    if run(chosen, text, _console(), compare=compare, show_tree=show_tree).identical is False:
         raise typer.Exit(1)
 
 

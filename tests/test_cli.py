@@ -25,7 +25,7 @@ FLAGS = {
     "trace-routing": {"--recipe", "-r", "--text", "--set", "-s", "--out", "-o"},
     "train-draft-expert": {"--recipe", "-r", "--set", "-s", "--out", "-o"},
     "train-drafter": {"--recipe", "-r", "--set", "-s"},
-    "generate": {"text", "--recipe", "-r", "--compare", "--set", "-s"},
+    "generate": {"text", "--recipe", "-r", "--compare", "--show-tree", "--set", "-s"},
     "eval": {"--recipe", "-r", "--tokens", "--set", "-s", "--out", "-o"},
     "write-corpus": {"--author", "--tokens", "--recipe", "-r", "--set", "-s", "--out", "-o"},
     "reproduce": {"--recipe", "-r", "--set", "-s"},

@@ -18,7 +18,7 @@ from torch import Tensor
 from moexp.errors import MoexpError
 from moexp.records import RequestRecord, StepRecord
 from moexp.runtime.cycle import Loop, Prepared
-from moexp.runtime.decode_tree import TreeLoop
+from moexp.runtime.decode_tree import TreeCycle, TreeLoop
 from moexp.runtime.drafters import Drafted, SelfDrafter, draft_path, routing_overlap, union_size, until_stop
 from moexp.runtime.forward import AR, VERIFY, Block, Engine, StepOut
 from moexp.runtime.method import Method, check_method
@@ -60,6 +60,7 @@ def decode(
     request: int = 0,
     workload: str = "",
     on_logits: Callable[[Tensor], None] | None = None,
+    on_tree: Callable[[TreeCycle], None] | None = None,
 ) -> Generator[StepRecord, None, RequestRecord]:
     """Decode one prompt; yields a record after each cycle, returns the request's.
 
@@ -72,6 +73,7 @@ def decode(
         stop_ids: the answer ends with the first of them (which is emitted).
         request, workload: for the records.
         on_logits: called each cycle with the fp32 logits of the positions it emitted, [emitted, V].
+        on_tree: called each cycle of a method that drafts trees.
 
     Raises:
         MoexpError: an empty prompt, more positions than the target's context, or a method that the engine cannot run.
@@ -85,6 +87,8 @@ def decode(
     engine.start(len(prompt_ids) + max_new_tokens)
     engine.prefill(prompt_ids[:-1])
     loop = make_loop(engine, method, sampling, frozenset(stop_ids), prompt_ids)
+    if isinstance(loop, TreeLoop):
+        loop.on_tree = on_tree
     prefill_s = time.perf_counter() - begin_s
     pending, tokens, decode_s, cycle, finish = prompt_ids[-1], list[int](), 0.0, 0, ""
     while not finish:

@@ -9,7 +9,7 @@ Shape suffixes: N nodes, L MoE layers, k top-k, W words of an expert set.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -99,17 +99,38 @@ class PreparedTree(Prepared):
 
     Attributes:
         tree: the block's nodes, with probabilities.
-        grown: nodes that it was selected from.
+        grown: what it was selected from.
+        nodes: of the grown tree, in the order of the block.
+        costs: layer-experts that each of them added when it was picked; empty without predicted experts.
         unique_draft: layer-experts that drafting touched.
         routing: predicted experts [L, k], by row of the block.
         covered_LW: experts that are covered with it, for the next request of a batch.
     """
 
     tree: DraftTree
-    grown: int
+    grown: DraftTree
+    nodes: list[int]
+    costs: dict[int, int]
     unique_draft: int
     routing: dict[int, np.ndarray]
     covered_LW: Words | None
+
+
+@dataclass(frozen=True)
+class TreeCycle:
+    """A cycle's tree, to be shown.
+
+    Attributes:
+        tree: all that was drafted.
+        chosen: nodes that were verified.
+        costs: layer-experts that each added when it was picked; empty without predicted experts.
+        accepted: the path that stands, its root included.
+    """
+
+    tree: DraftTree
+    chosen: Sequence[int]
+    costs: Mapping[int, int]
+    accepted: Sequence[int]
 
 
 class TreeLoop:
@@ -122,6 +143,7 @@ class TreeLoop:
     ) -> None:
         assert method.tree is not None
         self.engine, self.method, self.sampling, self.stop_ids = engine, method, sampling, stop_ids
+        self.on_tree: Callable[[TreeCycle], None] | None = None
         self.plan = method.tree
         self.sampler = Sampler(sampling.seed)
         self.drafter: SelfTreeDrafter | HeadTreeDrafter
@@ -145,7 +167,7 @@ class TreeLoop:
         base = engine.length
         tree, routing = self._grow(pending, room - 1)
         engine.rollback(base)
-        nodes, covered_LW = self._select(tree, routing, covered_LW)
+        nodes, costs, covered_LW = self._select(tree, routing, covered_LW)
         block = tree.take(nodes)
         if self.method.prefetch:
             for node in nodes:
@@ -157,7 +179,9 @@ class TreeLoop:
             begin_s,
             time.perf_counter(),
             tree=block,
-            grown=len(tree),
+            grown=tree,
+            nodes=nodes,
+            costs=costs,
             unique_draft=self._unique_draft(routing),
             routing=kept,
             covered_LW=covered_LW,
@@ -174,6 +198,10 @@ class TreeLoop:
         engine.commit(kept)  # the last emitted token is pending: it has no keys and values yet
         self.drafter.committed(kept, emitted)
         end_s = time.perf_counter()
+        if self.on_tree is not None:
+            self.on_tree(
+                TreeCycle(prepared.grown, prepared.nodes, prepared.costs, [prepared.nodes[row] for row in kept])
+            )
         overlap, slots = None, None
         if prepared.routing:
             drafted = np.stack(list(prepared.routing.values()), axis=1)
@@ -192,7 +220,7 @@ class TreeLoop:
             union_layers=len(engine.spec.moe_layers),
             router_overlap=overlap,
             router_slots=slots,
-            tree_nodes=prepared.grown,
+            tree_nodes=len(prepared.grown),
             draft_s=prepared.drafted_s - prepared.begin_s,
             verify_s=verified_s - prepared.drafted_s,
             cycle_s=end_s - prepared.begin_s,
@@ -206,16 +234,19 @@ class TreeLoop:
 
     def _select(
         self, tree: DraftTree, routing: dict[int, np.ndarray], covered_LW: Words | None
-    ) -> tuple[list[int], Words | None]:
-        """Nodes to verify, the root first, likelier children first; and the experts that are covered with them."""
+    ) -> tuple[list[int], dict[int, int], Words | None]:
+        """Nodes to verify, the root first, likelier children first; what each costs; and the experts that are covered
+        with them.
+        """
         words_NLW: Words | None = None
         if len(routing) == len(tree):
             ids_NLk = np.stack([routing[node] for node in range(len(tree))]).astype(np.int64)
             words_NLW = pack_experts(ids_NLk, self.engine.spec.num_experts)
         elif len(tree) == 1:
-            return [0], covered_LW
+            return [0], {}, covered_LW
         chosen = select(self.selector, tree, self.plan.gamma, words_NLW, covered_LW)
-        return tree.depth_first(chosen.nodes), covered_LW if chosen.covered_LW is None else chosen.covered_LW
+        costs = {} if chosen.costs is None else dict(zip(chosen.nodes, chosen.costs, strict=True))
+        return tree.depth_first(chosen.nodes), costs, chosen.covered_LW if chosen.costs is not None else covered_LW
 
     def _unique_draft(self, routing: dict[int, np.ndarray]) -> int:
         if not routing:
