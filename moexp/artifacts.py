@@ -17,11 +17,12 @@ from moexp.schema import DecodeSection, StoreSection
 
 if TYPE_CHECKING:
     from moexp.learn.predictor_model import RoutingPredictor
-    from moexp.runtime.decode import Method
     from moexp.runtime.forward import Engine
+    from moexp.runtime.method import Method
     from moexp.runtime.store import ExpertStore
     from moexp.runtime.verify import Sampling
     from moexp.target.draft_expert import DraftExperts
+    from moexp.target.draft_head import DraftHead
     from moexp.target.load import Target
 
 
@@ -62,6 +63,15 @@ def predictor_folder(recipe: Recipe) -> Path:
         return Path(recipe.paths.predictor)
     sections = ("target", "predictor", "trace", "draft.corpus", "seed")
     return artifact_path("predictors", predictor_recipe(recipe), *sections)
+
+
+def head_folder(recipe: Recipe, kind: str | None = None) -> Path:
+    """Where the recipe's draft head lies, or its head of another kind with otherwise the same settings."""
+    if kind is not None:
+        head = recipe.head.model_copy(update={"kind": kind})
+        recipe = recipe.model_copy(update={"head": head})
+    folder = artifact_path("heads", recipe, "target", "head", "draft.corpus", "draft.held_out_rows", "seed")
+    return folder.with_name(f"{recipe.head.kind}-{folder.name}")
 
 
 def source_cache() -> Path:
@@ -139,6 +149,30 @@ def open_predictor(recipe: Recipe, target: Target, level: str | None = None) -> 
     return load_predictor(folder / (level or ""), target_identity(target.folder), embedding.weight, dtype=target.dtype)
 
 
+def open_draft_head(recipe: Recipe, target: Target) -> DraftHead:
+    """The recipe's draft head, in the target's dtype.
+
+    Raises:
+        MoexpError: not trained yet, or trained for another target.
+    """
+    from moexp.target.eagle_files import load_eagle_head
+    from moexp.target.load import target_identity
+    from moexp.target.mtp_files import load_mtp_head
+
+    folder = head_folder(recipe)
+    if not folder.exists():
+        raise MoexpError(
+            "the draft head is not trained",
+            where=str(folder),
+            valid=f"run: moexp train-drafter --recipe {recipe.name}",
+        )
+    identity = target_identity(target.folder)
+    if recipe.head.kind == "mtp":
+        return load_mtp_head(folder, target.model, identity, dtype=target.dtype)
+    embedding = target.model.get_input_embeddings()
+    return load_eagle_head(folder, target.spec, embedding, fingerprint=identity, dtype=target.dtype)
+
+
 @contextmanager
 def opened_store(target: Target, section: StoreSection) -> Iterator[ExpertStore]:
     """The store that a recipe's section describes, closed at the end."""
@@ -163,20 +197,31 @@ def opened_store(target: Target, section: StoreSection) -> Iterator[ExpertStore]
 
 
 @contextmanager
-def opened_engine(target: Target, section: StoreSection, draft_experts: DraftExperts | None = None) -> Iterator[Engine]:
+def opened_engine(
+    target: Target,
+    section: StoreSection,
+    draft_experts: DraftExperts | None = None,
+    draft_head: DraftHead | None = None,
+) -> Iterator[Engine]:
     """An engine over the target with a store of its own."""
     from moexp.runtime.forward import Engine
 
     with opened_store(target, section) as store:
-        yield Engine(target, store, draft_experts=draft_experts)
+        yield Engine(target, store, draft_experts=draft_experts, draft_head=draft_head)
 
 
 def method_of(section: DecodeSection) -> Method:
     """The decoding method that a recipe's section describes."""
-    from moexp.runtime.decode import Method
+    from moexp.runtime.method import Method, TreePlan
+    from moexp.runtime.tree import TreeShape
 
+    plan = None
+    if section.tree is not None:
+        tree = section.tree
+        shape = TreeShape(tree.steps, tree.width, tree.beam, tree.pruned)
+        plan = TreePlan(shape, tree.selector, tree.gamma, tree.epsilon, tree.predictor)
     names = ("drafter", "r", "max_draft", "policy", "tau", "budget", "prefetch")
-    return Method(**{name: getattr(section, name) for name in names})
+    return Method(**{name: getattr(section, name) for name in names}, tree=plan)
 
 
 def sampling_of(section: DecodeSection, seed: int) -> Sampling:

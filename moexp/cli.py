@@ -12,6 +12,7 @@ To add a command:
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -97,7 +98,8 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    if not sys.stderr.isatty():  # bars of others obey the same rule as ours; tqdm looks once, when it is imported
+        os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 @command(app, "recipes", "moexp recipes")
@@ -160,6 +162,14 @@ def train_predictor(recipe: RecipeOption = "pocket", changes: SetOption = None, 
     predictor_stage(load(recipe, _placed(changes, "paths.predictor", out)), _console())
 
 
+@command(app, "train-drafter", "moexp train-drafter --recipe pocket-eagle3")
+def train_drafter(recipe: RecipeOption = "pocket-eagle3", changes: SetOption = None) -> None:
+    """Train a head that drafts from the target's hidden states: EAGLE-3, MTP or GTO."""
+    from moexp.stages import drafter_stage
+
+    drafter_stage(load(recipe, changes), _console())
+
+
 @command(app, "generate", 'moexp generate "Why is the sky blue?" --recipe pocket')
 def generate(
     text: Annotated[str, typer.Argument(metavar="TEXT", help="What the user says.")],
@@ -167,6 +177,9 @@ def generate(
     compare: Annotated[
         bool, typer.Option("--compare/--no-compare", help="Decode the same request by AR too, and compare.")
     ] = True,
+    show_tree: Annotated[
+        bool, typer.Option("--show-tree", help="Draw a draft tree and what was selected from it.")
+    ] = False,
     changes: SetOption = None,
 ) -> None:
     """Answer a request, streamed, showing which tokens were drafted, and what that saved."""
@@ -175,7 +188,7 @@ def generate(
 
     chosen = load(recipe, changes)
     begin(chosen)
-    if run(chosen, text, _console(), compare=compare).identical is False:
+    if run(chosen, text, _console(), compare=compare, show_tree=show_tree).identical is False:
         raise typer.Exit(1)
 
 

@@ -20,8 +20,6 @@ def prepare(threads: int = 0) -> int:
     A training step on a CPU allocates the same few hundred megabytes again and again; handing them back each time
     costs a page fault per 4 KB, which measured as half of a distillation step.
     """
-    if not sys.stderr.isatty():  # bars of others obey the same rule as ours; read when tqdm is first imported
-        os.environ.setdefault("TQDM_DISABLE", "1")
     import torch
 
     if sys.platform == "linux":

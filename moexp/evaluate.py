@@ -19,8 +19,9 @@ from moexp.data import Prompt, load_prompts, render_chat
 from moexp.exactness import Gate, Outcome, RowLog, row_invariant
 from moexp.progress import stage
 from moexp.recipe import Recipe
-from moexp.runtime.decode import Method, decode_all
+from moexp.runtime.decode import decode_all
 from moexp.runtime.forward import Engine
+from moexp.runtime.method import Method, TreePlan
 from moexp.runtime.select import POLICIES
 from moexp.runtime.verify import Sampling
 from moexp.schema import StoreSection
@@ -60,6 +61,9 @@ def gate_methods(recipe: Recipe, drafts: bool, top_k: int) -> tuple[Method, ...]
             for policy in POLICIES
             for prefetch in (False, True)
         ]
+    methods.append(Method("top-r", tree=TreePlan(selector="confidence", predictor="none")))
+    if drafts:
+        methods.append(Method("draft-expert", prefetch=True, tree=TreePlan()))
     return tuple(methods)
 
 

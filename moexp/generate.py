@@ -9,17 +9,22 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from rich.tree import Tree
 from transformers import PreTrainedTokenizerBase
 
 from moexp import metrics
-from moexp.artifacts import method_of, open_draft_experts, open_target, opened_engine, sampling_of
+from moexp.artifacts import method_of, open_draft_experts, open_draft_head, open_target, opened_engine, sampling_of
 from moexp.data import Prompt, render_chat
+from moexp.errors import MoexpError
 from moexp.metrics import Ratio
 from moexp.recipe import Recipe
 from moexp.records import RequestRecord, StepRecord
-from moexp.runtime.decode import Method, decode
+from moexp.runtime.decode import decode
+from moexp.runtime.decode_tree import TreeCycle
+from moexp.runtime.method import HEAD, Method
 from moexp.runtime.verify import Sampling
 from moexp.target.draft_expert import DraftExperts
+from moexp.target.draft_head import DraftHead
 from moexp.target.load import Target
 
 DRAFTED, TARGET = "green", "bold cyan"
@@ -95,11 +100,14 @@ class Generated:
         return self.arm.request.tokens == self.ar.request.tokens
 
 
-def generate(recipe: Recipe, text: str, console: Console, *, compare: bool = True) -> Generated:
+def generate(
+    recipe: Recipe, text: str, console: Console, *, compare: bool = True, show_tree: bool = False
+) -> Generated:
     """Answers `text` with the recipe's decoding method and store, printing as it goes, then a table.
 
     Args:
         compare: decode the same request by AR afterwards, on a store of its own.
+        show_tree: draw the largest draft tree, and which of its nodes were verified and accepted.
 
     Raises:
         MoexpError: the target is not built or the draft experts are not trained, or the prompt is too long.
@@ -107,14 +115,20 @@ def generate(recipe: Recipe, text: str, console: Console, *, compare: bool = Tru
     target = open_target(recipe, padded=True)
     method, sampling = method_of(recipe.decode), sampling_of(recipe.decode, recipe.seed)
     experts = open_draft_experts(recipe, target) if method.drafter == "draft-expert" else None
+    head = open_draft_head(recipe, target) if method.drafter == HEAD else None
     ids = render_chat(target.tokenizer, Prompt("prompt", "generate", (text,)))
+    if show_tree and method.tree is None:
+        raise MoexpError("the method drafts no tree", where="--show-tree", valid="a recipe with decode.tree")
     show = _Screen(console, target.tokenizer, legend=not method.is_ar)
-    arm = _decode(recipe, target, experts, ids, method, sampling, show.step)
+    trees: list[TreeCycle] = []
+    arm = _decode(recipe, target, experts, head, ids, method, sampling, show.step, trees.append)
     show.end()
+    if show_tree and trees:
+        console.print(draw_tree(max(trees, key=lambda cycle: (len(cycle.tree), len(cycle.accepted))), target.tokenizer))
     ar = None
     if compare and not method.is_ar:
         with console.status("the same request by AR"):
-            ar = _decode(recipe, target, None, ids, Method(), sampling, lambda step: None)
+            ar = _decode(recipe, target, None, None, ids, Method(), sampling, lambda step: None, None)
     result = Generated(arm, ar, sampling)
     console.print(summary_table(result))
     tag = "emulated" if recipe.store.pace else "measured"
@@ -127,17 +141,19 @@ def _decode(
     recipe: Recipe,
     target: Target,
     experts: DraftExperts | None,
+    head: DraftHead | None,
     ids: Sequence[int],
     method: Method,
     sampling: Sampling,
     on_step: Callable[[StepRecord], None],
+    on_tree: Callable[[TreeCycle], None] | None,
 ) -> Arm:
     """The request on a fresh engine and store, after a few tokens that are not counted."""
-    with opened_engine(target, recipe.store, experts) as engine:
+    with opened_engine(target, recipe.store, experts, head) as engine:
         for _ in decode(engine, ids[:1], method, Sampling(), max_new_tokens=4):
             pass
         limit = recipe.decode.max_new_tokens
-        running = decode(engine, ids, method, sampling, max_new_tokens=limit, stop_ids=target.stop_ids)
+        running = decode(engine, ids, method, sampling, max_new_tokens=limit, stop_ids=target.stop_ids, on_tree=on_tree)
         steps: list[StepRecord] = []
         while True:
             try:
@@ -170,6 +186,25 @@ class _Screen:
             text = printable(piece.text) if self._console.is_terminal else piece.text
             style = DRAFTED if piece.drafted else TARGET
             self._console.print(Text(text, style), end="", soft_wrap=True)
+
+
+def draw_tree(cycle: TreeCycle, tokenizer: PreTrainedTokenizerBase) -> Tree:
+    """A draft tree for the terminal: each token with its path probability and the layer-experts it added; accepted
+    nodes are marked `*`, other verified ones `+`, those left out stand without a mark.
+    """
+    accepted, chosen = set(cycle.accepted), set(cycle.chosen)
+
+    def label(node: int) -> Text:
+        word = printable(str(tokenizer.decode([int(cycle.tree.tokens_N[node])]))).replace("\n", "\\n")
+        mark, style = ("*", DRAFTED) if node in accepted else ("+", TARGET) if node in chosen else (" ", "dim")
+        cost = f", {cycle.costs[node]} experts" if node in cycle.costs else ""
+        return Text(f"{mark} {word!r}  P {cycle.tree.path_probs_N[node]:.2f}{cost}", style)
+
+    drawn = Tree(label(0), guide_style="dim")
+    places = {0: drawn}
+    for node in range(1, len(cycle.tree)):
+        places[node] = places[int(cycle.tree.parents_N[node])].add(label(node))
+    return drawn
 
 
 def printable(text: str) -> str:

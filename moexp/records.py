@@ -26,6 +26,8 @@ class StepRecord:
     confidences: of the drafted tokens. unique_draft, unique_verify: layer-experts in the union over the
     cycle's block; union_layers: MoE layers that the latter sums over. router_overlap, router_slots: experts
     that draft-path and target routing have in common over the verified rows and layers, out of so many.
+    tree_nodes: nodes of the draft tree that the verified ones were selected from, the pending token included.
+    batch: requests verified in the same step, whose times, counters and unique_verify are then the batch's.
     Times in seconds. store: how much each of the store's counters grew in this cycle.
     """
 
@@ -45,6 +47,8 @@ class StepRecord:
     union_layers: int | None = None
     router_overlap: int | None = None
     router_slots: int | None = None
+    tree_nodes: int | None = None
+    batch: int | None = None
     store: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

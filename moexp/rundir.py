@@ -22,11 +22,14 @@ def home() -> Path:
 
 
 def artifact_path(kind: str, recipe: Recipe, *sections: str) -> Path:
-    """The folder of an artifact under `home()`, for example `targets/pocket-0f3a...`.
+    """The folder of an artifact under `home()`, for example `targets/carved-0f3a...`.
 
-    `sections` are the parts of the recipe that the artifact depends on: another value there, another folder.
+    `sections` are the parts of the recipe that the artifact depends on: another value there, another folder. Recipes
+    that agree in them share it.
     """
-    return home() / kind / f"{recipe.name}-{recipe.digest(*sections)}"
+    target = recipe.target
+    label = Path(target.path).name if target.kind == "hub" and target.path else target.kind
+    return home() / kind / f"{label}-{recipe.digest(*sections)}"
 
 
 class RunDir:

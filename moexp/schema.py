@@ -75,10 +75,10 @@ class DeltaSection(Section):
 class RepairSection(Section):
     """Distillation of the carved model from the dense one: layer by layer, then end to end."""
 
-    scope: Literal["all", "moe"] = "all"
-    """What end-to-end repair may change: everything but the embedding, or MoE blocks and norms only."""
+    scope: Literal["all", "delta"] = "all"
+    """What end-to-end repair may change: everything but the embedding, or only what a delta holds."""
     delta: DeltaSection | None = None
-    """Train a delta too (needs scope moe); it lies in the target's folder as `repair.delta`."""
+    """Train a delta too (needs scope delta); it lies in the target's folder as `repair.delta`."""
 
     layerwise_steps: NonNegative = 110
     layerwise_lr: PositiveFloat = 1e-3
@@ -96,8 +96,8 @@ class RepairSection(Section):
 
     @model_validator(mode="after")
     def _delta_holds_all(self) -> RepairSection:
-        if self.delta is not None and self.scope != "moe":
-            raise ValueError("delta needs scope: moe, a delta holds nothing else")
+        if self.delta is not None and self.scope != "delta":
+            raise ValueError("delta needs scope: delta, it holds nothing else")
         return self
 
 
@@ -237,11 +237,54 @@ class PredictorSection(Section):
         return self
 
 
+class HeadSection(Section):
+    """`moexp train-drafter`: a head that drafts from the target's hidden states. Its text is the draft section's."""
+
+    kind: Literal["eagle3", "mtp", "gto"] = "eagle3"
+    """EAGLE-3; MTP as DeepSeek-V3 has it; or GTO, which goes on from the EAGLE-3 head of the same settings."""
+    draft_vocab: NonNegative = 0
+    """Tokens that an EAGLE-3 head can draft, the most frequent ones; 0: all."""
+    unroll: Positive = 3
+    """Draft steps that a training step runs (training-time test)."""
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Weight of a draft step relative to the one before."""
+    steps: NonNegative = 200
+    rows: Positive = 4
+    """Corpus rows a step."""
+    lr: PositiveFloat = 5e-4
+    tree_width: Positive = 2
+    """Of GTO's draft trees; their depth is `unroll`."""
+    tree_weight: NonNegativeFloat = 0.5
+    """Of GTO's reward beside the token loss."""
+    max_minutes: PositiveFloat | None = 8.0
+
+
+class TreeSection(Section):
+    """A draft tree in place of a chain (EcoSpec): how it is grown, and which nodes are verified."""
+
+    steps: Positive = 3
+    """Draft steps."""
+    width: Positive = 2
+    """Tokens drafted behind each node that a step expands."""
+    beam: Positive = 2
+    """Nodes that the next step expands."""
+    pruned: bool = False
+    """Whether candidates that are not expanded leave the tree."""
+    selector: Literal["confidence", "global-cost", "marginal-cost", "confidence-expansion"] = "marginal-cost"
+    gamma: Positive = 8
+    """Nodes verified, the pending token included."""
+    epsilon: PositiveFloat = 1.0
+    """Added to a node's cost, in layer-experts (EcoSpec, eq. 9 and 10; the paper gives no value)."""
+    predictor: Literal["draft-router", "none"] = "draft-router"
+    """Whose expert sets selection and prefetch go by."""
+
+
 class DecodeSection(Section):
     """The decoding method and its sampling."""
 
-    drafter: Literal["ar", "top-r", "draft-expert", "target"] = "draft-expert"
-    """`target` lets the target draft for itself: a control in which every draft must be accepted."""
+    drafter: Literal["ar", "top-r", "draft-expert", "head", "target"] = "draft-expert"
+    """`head` is that of `moexp train-drafter`, for trees. `target` lets the target draft for itself: a control in which
+    every draft must be accepted."""
     r: Annotated[int, Field(ge=1)] = 1
     """Routed experts a token uses while drafting."""
     max_draft: Annotated[int, Field(ge=1, le=64)] = 4
@@ -252,6 +295,8 @@ class DecodeSection(Section):
     budget: NonNegative | Literal["cache"] = 60
     """New layer-experts a doubtful token may bring (B in eq. 14), or `cache`: derived from free slots."""
     prefetch: bool = True
+    tree: TreeSection | None = None
+    """Draft a tree; max_draft and policy then do not apply."""
     temperature: NonNegativeFloat = 0.0
     """0 is greedy."""
     top_k: NonNegative = 0
@@ -351,6 +396,7 @@ class Sections(Section):
     trace: TraceSection = TraceSection()
     draft: DraftSection = DraftSection()
     predictor: PredictorSection = PredictorSection()
+    head: HeadSection = HeadSection()
     decode: DecodeSection = DecodeSection()
     store: StoreSection = StoreSection()
     bench: BenchSection = BenchSection()

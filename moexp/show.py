@@ -102,6 +102,21 @@ def predictor_table(metrics: dict[str, Any]) -> Table:
     return table
 
 
+def head_table(kind: str, metrics: dict[str, float]) -> Table:
+    """A draft head on held-out text, by draft step: how often its likeliest token is the target's, sum of min(p, q)."""
+    table = Table(
+        "draft step", box=None, pad_edge=False, title=f"{kind} on held-out text (measured)", title_justify="left"
+    )
+    names = [name for name in ("acceptance", "overlap") if f"{name}_1" in metrics]
+    for name in names:
+        table.add_column(name, justify="right")
+    step = 1
+    while f"acceptance_{step}" in metrics:
+        table.add_row(str(step), *(f"{metrics[f'{name}_{step}']:.3f}" for name in names))
+        step += 1
+    return table
+
+
 def gate_table(gate: Gate) -> Table:
     """What was compared, by method; where it ran is said once for all methods that follow."""
     from moexp.evaluate import gate_rows

@@ -20,7 +20,16 @@ from moexp.errors import MoexpError
 from moexp.provenance import collect_provenance
 from moexp.recipe import Recipe
 from moexp.rundir import artifact_path, home
-from moexp.show import draft_table, gate_lines, gate_table, growth_table, load_table, predictor_table, quality_table
+from moexp.show import (
+    draft_table,
+    gate_lines,
+    gate_table,
+    growth_table,
+    head_table,
+    load_table,
+    predictor_table,
+    quality_table,
+)
 
 RESULTS = Path("results")
 
@@ -165,6 +174,39 @@ def predictor_stage(recipe: Recipe, console: Console) -> Path:
     return folder
 
 
+# --- train-drafter ---
+
+
+def drafter_stage(recipe: Recipe, console: Console) -> Path:
+    """Trains the recipe's draft head unless it is there, and prints what it reaches; GTO's start is trained first."""
+    from moexp.learn.train_head import train_head_of
+    from moexp.target import eagle_files, mtp_files
+    from moexp.target.load import target_identity
+
+    begin(recipe)
+    target, folder = artifacts.find_target(recipe), artifacts.head_folder(recipe)
+    start = None
+    if recipe.head.kind == "gto":
+        start = artifacts.head_folder(recipe, "eagle3")
+        if not (start / eagle_files.HEADER).exists():
+            drafter_stage(
+                recipe.model_copy(update={"head": recipe.head.model_copy(update={"kind": "eagle3"})}), console
+            )
+    file = folder / (mtp_files.HEADER if recipe.head.kind == "mtp" else eagle_files.HEADER)
+    if file.exists():
+        header = json.loads(file.read_text())
+        if header["target"] != target_identity(target):
+            raise MoexpError("a head of another target is there", where=str(folder), valid="remove it to train again")
+        console.print("trained already", highlight=False)
+        metrics = header["metrics"]
+    else:
+        provenance = collect_provenance(recipe.seed)
+        metrics = train_head_of(recipe, target, folder, start=start, provenance=provenance)
+    console.print(head_table(recipe.head.kind, metrics))
+    console.print(f"draft head: {folder}", soft_wrap=True, highlight=False)
+    return folder
+
+
 # --- eval ---
 
 
@@ -217,9 +259,14 @@ def corpus_stage(recipe: Recipe, console: Console, *, author: str, tokens: int, 
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        from moexp.learn.masked import training_implementation
+        from moexp.target.spec import MoESpec
+
         folder = artifacts.find_target(recipe)
         dtype = getattr(torch, recipe.target.dtype)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        spec = MoESpec.from_config(model.config)
+        model.set_experts_implementation(training_implementation(spec.num_experts, spec.expert_width))
         tokenizer, section = AutoTokenizer.from_pretrained(folder), recipe.draft.corpus
     else:
         raise MoexpError(f"unknown author {author!r}", where="--author", valid="dense, target")

@@ -33,8 +33,9 @@ from moexp.learn.train_draft import train_draft_expert
 from moexp.recipe import Recipe, load_recipe
 from moexp.records import RequestRecord, StepRecord, read_records
 from moexp.report import STEPS
-from moexp.runtime.decode import LogitsDigest, Method, decode_all
+from moexp.runtime.decode import LogitsDigest, decode_all
 from moexp.runtime.forward import Engine
+from moexp.runtime.method import Method
 from moexp.runtime.verify import Sampling
 from moexp.schema import StoreSection
 from moexp.target.load import Target

@@ -18,6 +18,7 @@ from moexp.learn.loop import Schedule
 from moexp.learn.quality import measure_quality
 from moexp.learn.repair import LoadBalancer, RepairSettings, moe_layers, prepare, repair_end_to_end, repair_layerwise
 from moexp.recipe import Recipe, load_recipe
+from moexp.schema import DeltaSection
 from moexp.target.carve import Geometry, calibrate, carve
 from moexp.target.load import load_target
 from moexp.target.tiny import build_tiny_target
@@ -194,3 +195,27 @@ def test_what_cannot_be_built_is_an_error(recipe: Recipe, dense_path: Path, tmp_
     nowhere = recipe.target.model_copy(update={"path": str(tmp_path / "nowhere")})
     with pytest.raises(MoexpError, match="cannot load"):
         build_target(recipe.model_copy(update={"target": nowhere}), tmp_path / "t", cache=tmp_path, provenance={})
+
+
+def test_a_target_rebuilt_from_its_delta_is_the_trained_one_bit_for_bit(recipe: Recipe, tmp_path: Path):
+    with_delta = recipe.model_copy(
+        update={
+            "target": recipe.target.model_copy(
+                update={
+                    "repair": recipe.target.repair.model_copy(
+                        update={"scope": "delta", "delta": DeltaSection(density=0.2, steps=4, lr=1e-3)}
+                    )
+                }
+            )
+        }
+    )
+    trained, rebuilt = tmp_path / "trained", tmp_path / "rebuilt"
+    build_target(with_delta, trained, cache=tmp_path, provenance={})
+    delta = trained / "repair.delta"
+    from_delta = recipe.model_copy(update={"target": recipe.target.model_copy(update={"delta": str(delta)})})
+    build_target(from_delta, rebuilt, cache=tmp_path, provenance={})
+    assert weights(rebuilt) == weights(trained)
+    one, two = read_manifest(trained), read_manifest(rebuilt)
+    assert one["quality"]["repaired"] == two["quality"]["repaired"] and two["delta"] == str(delta)
+    assert one["repair"] == two["repair"] and two["repair"]["delta"]["steps"] == 4
+    assert not list(tmp_path.glob("rebuilt.work/repair"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 
 import moexp.runtime.decode as decode_module
 from moexp.errors import MoexpError
-from moexp.runtime.decode import LogitsDigest, Method, decode, decode_all
+from moexp.runtime.decode import LogitsDigest, decode, decode_all
 from moexp.runtime.drafters import SelfDrafter, routing_overlap, union_size
+from moexp.runtime.method import Method, TreePlan
 from moexp.runtime.verify import Sampling
 from tests.branches import Branches
 from tests.engines import WatchedStore, make_engine, prompt, swap_store
@@ -266,6 +268,8 @@ def test_the_target_as_its_own_sampled_drafter_is_always_accepted(engine):
         Method("top-r", max_draft=2),
         Method("top-r", r=2, max_draft=1, policy="confidence", tau=0.6),
         Method("draft-expert", max_draft=2, policy="confidence-expansion", tau=0.6, budget=4),
+        Method("top-r", tree=TreePlan(gamma=4)),
+        Method("draft-expert", tree=TreePlan(selector="confidence", gamma=7)),
         TARGET,
     ],
     ids=lambda method: method.label,
@@ -288,13 +292,14 @@ def token_distribution(engine, method, sampling, ids=(5, 77, 130)):
 
     def program(branches):
         engine.rollback(len(ids) - 1)
-        loop = decode_module._Loop(engine, method, sampling, frozenset())
+        loop: Any = decode_module.make_loop(engine, method, sampling, frozenset(), ids)
         loop.sampler = branches
-        if loop.drafter is not None:
+        if isinstance(loop.drafter, SelfDrafter):
             loop.drafter.sampler = branches
         tokens: list[int] = []
         while len(tokens) < 2:
-            step, _ = loop.cycle([ids[-1], *tokens][-1], 2 - len(tokens), 0, 0)
+            prepared = loop.prepare([ids[-1], *tokens][-1], 2 - len(tokens))
+            step, _ = loop.finish(prepared, engine.run(prepared.block, loop.path), 0, 0)
             tokens += step.tokens
         return tuple(tokens)
 
@@ -307,7 +312,7 @@ def token_distribution(engine, method, sampling, ids=(5, 77, 130)):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (Method("nonesuch"), "unknown drafter 'nonesuch'.*ar, draft-expert, target, top-r"),
+        (Method("nonesuch"), "unknown drafter 'nonesuch'.*ar, head, draft-expert, target, top-r"),
         (Method("top-r", r=0), "r = 0.*1 to 4"),
         (Method("top-r", r=5), "r = 5.*1 to 4"),
         (Method("top-r", max_draft=0), "max_draft = 0.*1 to 7"),

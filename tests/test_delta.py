@@ -101,7 +101,7 @@ def test_a_delta_gives_back_what_training_computed_with_and_dense_parts_as_they_
 
 def test_weights_come_back_after_a_step_and_only_a_deltas_are_trained():
     model, _, _ = repaired()
-    prepare(model, "moe")
+    prepare(model, "delta")
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == {name for name, _ in stored(model) if not name.endswith("bias")}
     bases = {name: torch.zeros_like(t) for name, t in stored(model) if kind_of(name) == "ternary"}

@@ -24,7 +24,8 @@ from moexp.evaluate import (
 from moexp.exactness import Gate, Outcome, RowLog, row_invariant
 from moexp.learn.build import build_target
 from moexp.recipe import Recipe, load_recipe
-from moexp.runtime.decode import LogitsDigest, Method
+from moexp.runtime.decode import LogitsDigest
+from moexp.runtime.method import Method
 from moexp.runtime.select import POLICIES
 from moexp.runtime.verify import Verdict
 from moexp.show import gate_lines, gate_table
@@ -128,8 +129,10 @@ def test_every_drafter_meets_every_policy_and_prefetch_on_and_off():
         mine = [method for method in methods if (method.drafter, method.r) == (drafter, r)]
         assert {method.policy for method in mine} == set(POLICIES)
         assert {method.prefetch for method in mine} == {True, False}
-    drafted = [method for method in methods if method.drafter == "draft-expert"]
+    drafted = [method for method in methods if method.drafter == "draft-expert" and method.tree is None]
     assert len(drafted) == 6
+    trees = [method for method in methods if method.tree is not None]
+    assert {method.drafter for method in trees} == {"top-r", "draft-expert"}
     assert not any(method.drafter == "draft-expert" for method in gate_methods(load_recipe("pocket"), False, 6))
     assert max(method.r for method in gate_methods(load_recipe("tiny"), False, 2)) == 2
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from moexp.runtime.decode import Method, decode_all
+from moexp.runtime.decode import decode_all
+from moexp.runtime.method import Method
 from moexp.runtime.store import open_store
 from moexp.runtime.verify import Sampling
 from moexp.target.families import FAMILIES

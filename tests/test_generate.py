@@ -170,3 +170,19 @@ def test_experts_loaded_count_reads_and_not_cancelled_prefetches():
     steps = [step(2, missed=3, prefetched=5, cancelled=1), step(1, missed=2, prefetched=0, cancelled=0)]
     assert experts_loaded(steps).value == 3.0
     assert experts_loaded([step(1)]).value is None
+
+
+def test_a_tree_is_drawn_with_what_was_chosen_and_what_stands():
+    recipe = tiny("decode.tree={selector: marginal-cost, gamma: 4}", "decode.max_new_tokens=12")
+    result, output = shown(recipe, show_tree=True)
+    assert result.identical
+    lines = [line for line in output.splitlines() if "P " in line and ("'" in line or '"' in line)]
+    marks = [line.lstrip("│├└─ ")[:1] for line in lines]
+    assert len(lines) == 11  # 1 + 2 + 4 + 4
+    assert marks.count("*") + marks.count("+") == 4 and marks[0] == "*"
+    assert sum("experts" in line for line in lines) == 4
+
+
+def test_a_method_without_a_tree_has_none_to_draw():
+    with pytest.raises(MoexpError, match="drafts no tree.*decode.tree"):
+        shown(tiny(), show_tree=True)

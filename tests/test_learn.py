@@ -22,8 +22,9 @@ from moexp.learn.loop import Schedule
 from moexp.learn.masked import WIDEST, training_implementation
 from moexp.learn.measure import measure_acceptance, measure_agreement
 from moexp.learn.train_draft import context_starts
-from moexp.runtime.decode import Method, decode_all
+from moexp.runtime.decode import decode_all
 from moexp.runtime.forward import Engine
+from moexp.runtime.method import Method
 from moexp.runtime.moe import StepPath
 from moexp.runtime.store import open_store
 from moexp.runtime.verify import Sampling

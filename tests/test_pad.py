@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from moexp.errors import MoexpError
-from moexp.runtime.decode import Method, decode_all
+from moexp.runtime.decode import decode_all
 from moexp.runtime.forward import Engine
+from moexp.runtime.method import Method
 from moexp.runtime.store import open_store
 from moexp.runtime.verify import Sampling
 from moexp.target import pad

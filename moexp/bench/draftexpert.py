@@ -35,7 +35,7 @@ from moexp.errors import MoexpError
 from moexp.recipe import Recipe
 from moexp.report import check_paper, run_folder, write_tables
 from moexp.rundir import RunDir
-from moexp.runtime.decode import Method
+from moexp.runtime.method import Method
 from moexp.schema import DecodeSection
 from moexp.target.draft_expert import DraftExperts, read_header
 from moexp.target.load import Target, target_identity
@@ -135,7 +135,7 @@ def describe(recipe: Recipe, target: Target, folder: Path) -> None:
 
 def methods_of(decode: DecodeSection, platform: Platform, top_k: int) -> list[Method]:
     """What is run on a platform: AR, top-r and draft experts with the paper's K, and the recipe's tuned settings."""
-    base = dataclasses.replace(method_of(decode), policy="confidence-expansion", prefetch=True, name="")
+    base = dataclasses.replace(method_of(decode), policy="confidence-expansion", prefetch=True, tree=None, name="")
     fixed = Method(max_draft=DRAFT_TOKENS)
     top_r = [dataclasses.replace(fixed, drafter="top-r", r=r, name=name) for r, name in TOP_R.items() if r <= top_k]
     drafts = dataclasses.replace(fixed, drafter="draft-expert", name=FIXED)

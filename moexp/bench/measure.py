@@ -15,7 +15,7 @@ from moexp.bench.runner import Job, PromptEngine, begin_run, is_complete, run_me
 from moexp.progress import stage
 from moexp.provenance import collect_provenance
 from moexp.report import PROBE, PROVENANCE, read_json
-from moexp.runtime.decode import Method
+from moexp.runtime.method import Method
 from moexp.runtime.store import ExpertStore
 from moexp.runtime.verify import Sampling
 from moexp.schema import StoreSection

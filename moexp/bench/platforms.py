@@ -17,8 +17,9 @@ from moexp.artifacts import opened_store
 from moexp.bench.runner import Job, PromptEngine
 from moexp.errors import MoexpError
 from moexp.papers import load_paper
-from moexp.runtime.decode import Method, decode_all
+from moexp.runtime.decode import decode_all
 from moexp.runtime.dio import probe_bandwidth
+from moexp.runtime.method import Method
 from moexp.runtime.store import READ_SPLITS
 from moexp.runtime.verify import Sampling
 from moexp.schema import PaceSection, StoreSection

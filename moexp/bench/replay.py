@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 
 from moexp.bench.runner import Job, PromptEngine
-from moexp.runtime.decode import Method, decode
-from moexp.runtime.forward import StepOut
+from moexp.runtime.decode import decode
+from moexp.runtime.forward import Block, Lane, StepOut
+from moexp.runtime.method import Method
 from moexp.runtime.moe import StepPath
 from moexp.runtime.select import Truncation
 from moexp.runtime.verify import Sampling
@@ -65,11 +66,11 @@ class RecordingEngine(PromptEngine):
         self.log: list[tuple[int | None, np.ndarray]] = []
         super().__init__(*args, **kwargs)
 
-    def step(self, ids: Sequence[int], path: StepPath) -> StepOut:
+    def run_many(self, blocks: Sequence[Block], lanes: Sequence[Lane], path: StepPath) -> list[StepOut]:
         """As the engine's."""
-        out = super().step(ids, path)
-        self.log.append((path.top_r, out.routing_LBk))
-        return out
+        outs = super().run_many(blocks, lanes, path)
+        self.log += [(path.top_r, out.routing_LBk) for out in outs]
+        return outs
 
 
 def record_cycles(

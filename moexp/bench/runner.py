@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from moexp import atomic
@@ -24,9 +25,10 @@ from moexp.data import Prompt, load_prompts, render_chat
 from moexp.progress import stage
 from moexp.records import RecordWriter, RequestRecord, StepRecord, read_records
 from moexp.report import PROBE, PROVENANCE, REQUESTS, SETTINGS, STEPS
-from moexp.runtime.decode import Method, decode_all
+from moexp.runtime.decode import decode_all
 from moexp.runtime.forward import Engine
 from moexp.runtime.kv import BlockCacheLayer
+from moexp.runtime.method import Method
 from moexp.runtime.verify import Sampling
 
 
@@ -48,6 +50,7 @@ class PromptEngine(Engine):
 
     _held: tuple[int, ...] = ()
     _held_in: object = None
+    _held_features: list[Tensor] | None = None
 
     def prefill(self, ids: Sequence[int]) -> None:
         """As the engine's; at once where the cache still holds these very ids."""
@@ -56,10 +59,11 @@ class PromptEngine(Engine):
             for layer in self.cache.layers:
                 assert isinstance(layer, BlockCacheLayer)
                 layer.length = len(prompt)
+            self.lane.features = list(self._held_features or ())
             return
         self._held_in = None  # whatever stops the prefill, what the cache holds then is not a prompt
         super().prefill(ids)
-        self._held, self._held_in = prompt, self.cache
+        self._held, self._held_in, self._held_features = prompt, self.cache, list(self.lane.features)
 
 
 def select_prompts(sources: Sequence[str], per_workload: int) -> list[Prompt]:

@@ -28,7 +28,7 @@ from moexp.progress import stage
 from moexp.recipe import Recipe
 from moexp.report import MEASURED, SIMULATED, Arm, Row, load_measured, put, to_csv
 from moexp.rundir import RunDir, artifact_path
-from moexp.runtime.decode import Method
+from moexp.runtime.method import Method
 from moexp.runtime.verify import Sampling
 from moexp.schema import StoreSection
 from moexp.target.draft_expert import DraftExperts

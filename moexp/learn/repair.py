@@ -48,17 +48,17 @@ class RepairSettings:
     seed: int = 0
 
 
-def prepare(student: Glm4MoeForCausalLM, scope: Literal["all", "moe"] = "all") -> None:
+def prepare(student: Glm4MoeForCausalLM, scope: Literal["all", "delta"] = "all") -> None:
     """Readies a carved model for all stages: a trainable experts implementation, the tied embedding frozen.
 
-    With scope `moe` only what a delta holds is trained: MoE blocks and norms.
+    With scope `delta` only what a delta holds is trained: MoE blocks, attention and norms.
     """
     student.set_experts_implementation(
         training_implementation(student.config.n_routed_experts, student.config.moe_intermediate_size)
     )
     for parameter in student.get_input_embeddings().parameters():
         parameter.requires_grad_(False)
-    if scope == "moe":
+    if scope == "delta":
         for name, parameter in student.named_parameters():
             if kind_of(name) == "dense":
                 parameter.requires_grad_(False)

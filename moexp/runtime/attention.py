@@ -107,9 +107,9 @@ def attend_block(
         return _attend_chain(q_1NTD, k_1MTD, v_1MTD, block, layer, scaling)[..., :value_dim]
     block.kept[layer] = (k_1MTD, v_1MTD)
     mixed_TND = q_1NTD.new_empty(block.rows, q_1NTD.shape[1], v_1MTD.shape[-1])
-    start = block.cache.layers[layer].get_seq_length()
+    start = block.cache.rows_of(layer)
     for branch in block.branches:
-        block.cache.layers[layer].crop(start - block.cache.layers[layer].get_seq_length())
+        block.cache.rewind(layer, start)
         at_T = branch.rows_T
         one_TND = _attend_chain(q_1NTD[:, :, at_T], k_1MTD[:, :, at_T], v_1MTD[:, :, at_T], block, layer, scaling)
         begin, end = branch.fresh

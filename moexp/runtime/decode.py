@@ -9,61 +9,21 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Collection, Generator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from moexp.errors import MoexpError
 from moexp.records import RequestRecord, StepRecord
-from moexp.runtime.drafters import Drafted, SelfDrafter, draft_path, routing_overlap, union_size
-from moexp.runtime.forward import AR, VERIFY, Engine, StepOut
+from moexp.runtime.cycle import Loop, Prepared
+from moexp.runtime.decode_tree import TreeCycle, TreeLoop
+from moexp.runtime.drafters import Drafted, SelfDrafter, draft_path, routing_overlap, union_size, until_stop
+from moexp.runtime.forward import AR, VERIFY, Block, Engine, StepOut
+from moexp.runtime.method import Method, check_method
 from moexp.runtime.select import Truncation
 from moexp.runtime.verify import Sampler, Sampling, Verdict, probabilities, verify_greedy, verify_sampled
-
-
-@dataclass(frozen=True)
-class Method:
-    """A choice of drafter, truncation and prefetch. All of them emit what the target alone would.
-
-    Attributes:
-        drafter: "ar" (none), "top-r", "draft-expert", or "target" (the control that drafts for itself).
-        r: routed experts while drafting.
-        max_draft: K, drafted tokens a cycle at most.
-        policy: a key of `select.POLICIES`.
-        tau: confidence below which a token is doubtful.
-        budget: layer-experts that a doubtful token may add (B), or "cache": the room left in the expert cache.
-        prefetch: launch predicted verifier experts while drafting.
-        prefetch_inline: launch them layer by layer within the draft step (its input token is verified whatever
-            becomes of the token it drafts), not only once the drafted token is kept (Algorithm 1, line 13).
-        lookahead: one more draft step for the experts of the block's last token.
-        name: for records; by default made from the above.
-    """
-
-    drafter: str = "ar"
-    r: int = 1
-    max_draft: int = 4
-    policy: str = "fixed"
-    tau: float = 0.5
-    budget: int | Literal["cache"] = 60
-    prefetch: bool = False
-    prefetch_inline: bool = True
-    lookahead: bool = False
-    name: str = ""
-
-    @property
-    def is_ar(self) -> bool:
-        return self.drafter == "ar"
-
-    @property
-    def label(self) -> str:
-        """The name, or one like "top-2 K4 confidence-expansion prefetch"."""
-        if self.name or self.is_ar:
-            return self.name or "ar"
-        drafter = f"top-{self.r}" if self.drafter == "top-r" else self.drafter
-        policy = [] if self.policy == "fixed" else [self.policy]
-        return " ".join([drafter, f"K{self.max_draft}", *policy, *(["prefetch"] if self.prefetch else [])])
 
 
 @dataclass
@@ -100,6 +60,7 @@ def decode(
     request: int = 0,
     workload: str = "",
     on_logits: Callable[[Tensor], None] | None = None,
+    on_tree: Callable[[TreeCycle], None] | None = None,
 ) -> Generator[StepRecord, None, RequestRecord]:
     """Decode one prompt; yields a record after each cycle, returns the request's.
 
@@ -112,6 +73,7 @@ def decode(
         stop_ids: the answer ends with the first of them (which is emitted).
         request, workload: for the records.
         on_logits: called each cycle with the fp32 logits of the positions it emitted, [emitted, V].
+        on_tree: called each cycle of a method that drafts trees.
 
     Raises:
         MoexpError: an empty prompt, more positions than the target's context, or a method that the engine cannot run.
@@ -121,14 +83,21 @@ def decode(
         raise MoexpError("an empty prompt", valid="at least one token")
     if max_new_tokens < 1:
         raise MoexpError(f"{max_new_tokens} new tokens", where="decode.max_new_tokens", valid="from 1")
-    loop = _Loop(engine, method, sampling, frozenset(stop_ids))
     begin_s = time.perf_counter()
     engine.start(len(prompt_ids) + max_new_tokens)
     engine.prefill(prompt_ids[:-1])
+    loop = make_loop(engine, method, sampling, frozenset(stop_ids), prompt_ids)
+    if isinstance(loop, TreeLoop):
+        loop.on_tree = on_tree
     prefill_s = time.perf_counter() - begin_s
     pending, tokens, decode_s, cycle, finish = prompt_ids[-1], list[int](), 0.0, 0, ""
     while not finish:
-        step, logits_BV = loop.cycle(pending, max_new_tokens - len(tokens), request, cycle)
+        before = engine.store.counters.snapshot()
+        engine.store.begin_cycle()
+        prepared = loop.prepare(pending, max_new_tokens - len(tokens))
+        out = engine.run(prepared.block, loop.path)
+        step, logits_BV = loop.finish(prepared, out, request, cycle)
+        step = replace(step, store=(engine.store.counters - before).as_dict())
         tokens += step.tokens
         decode_s += step.cycle_s
         pending, cycle = tokens[-1], cycle + 1
@@ -152,6 +121,15 @@ def decode(
     )
 
 
+def make_loop(
+    engine: Engine, method: Method, sampling: Sampling, stop_ids: frozenset[int], prompt_ids: Sequence[int]
+) -> Loop:
+    """The loop of a method on a request whose prompt is prefilled but for its last token."""
+    if method.tree is None:
+        return ChainLoop(engine, method, sampling, stop_ids)
+    return TreeLoop(engine, method, sampling, stop_ids, prompt_ids)
+
+
 def decode_all(
     engine: Engine,
     prompt_ids: Sequence[int],
@@ -171,56 +149,43 @@ def decode_all(
             return steps, end.value
 
 
-def check_method(method: Method, engine: Engine) -> None:
-    """Whether the engine can run the method.
-
-    Raises:
-        MoexpError: an unknown name, a number out of range, or draft experts that are not loaded.
-    """
-    if method.is_ar:
-        return
-    draft_path(method.drafter, method.r, engine.spec.top_k, prefetch=False)
-    Truncation(method.policy)
-    if not 1 <= method.max_draft < engine.block:
-        raise MoexpError(
-            f"max_draft = {method.max_draft} in steps of {engine.block} rows",
-            where="decode.max_draft",
-            valid=f"1 to {engine.block - 1}",
-        )
-    if method.drafter == "draft-expert" and engine.draft_experts is None:
-        raise MoexpError("no draft experts are loaded", where="decode.drafter", valid="train them, or top-r")
+@dataclass
+class _PreparedChain(Prepared):
+    proposal: _Proposal
+    base: int
 
 
-class _Loop:
+class ChainLoop:
+    """Cycle after cycle on one request, with a chain of drafts; without a drafter, AR."""
+
     def __init__(self, engine: Engine, method: Method, sampling: Sampling, stop_ids: frozenset[int]) -> None:
         self.engine, self.method, self.sampling, self.stop_ids = engine, method, sampling, stop_ids
         self.sampler = Sampler(sampling.seed)
+        self.path = AR if method.is_ar else VERIFY
         self.drafter: SelfDrafter | None = None
         if not method.is_ar:
             inline = method.prefetch and method.prefetch_inline
-            path = draft_path(method.drafter, method.r, engine.spec.top_k, prefetch=inline)
+            path = draft_path(method.drafter, method.r, prefetch=inline)
             self.drafter = SelfDrafter(engine, path, sampling, self.sampler)
 
-    def cycle(self, pending: int, room: int, request: int, number: int) -> tuple[StepRecord, Tensor]:
-        """One cycle from `pending`, whose position is the engine's length; emits 1 to `room` tokens.
-
-        Returns:
-            the record, and the logits of the emitted positions.
-        """
-        engine, store = self.engine, self.engine.store
-        before = store.counters.snapshot()
+    def prepare(self, pending: int, room: int) -> Prepared:
+        """See `Loop`."""
         begin_s = time.perf_counter()
-        store.begin_cycle()
-        base = engine.length
+        base = self.engine.length
         proposal = self._propose(pending, min(self.method.max_draft, room - 1))
-        engine.rollback(base)
-        draft_end_s = time.perf_counter()
-        out = engine.step([pending, *proposal.tokens], AR if self.method.is_ar else VERIFY)
+        self.engine.rollback(base)
+        block = Block([pending, *proposal.tokens])
+        return _PreparedChain(block, begin_s, time.perf_counter(), proposal, base)
+
+    def finish(self, prepared: Prepared, out: StepOut, request: int, number: int) -> tuple[StepRecord, Tensor]:
+        """See `Loop`."""
+        assert isinstance(prepared, _PreparedChain)
+        engine, proposal = self.engine, prepared.proposal
         verdict = self._verify(proposal.kept, out.logits_BV)
-        verify_end_s = time.perf_counter()
-        emitted = self._until_stop([*proposal.tokens[: verdict.accepted], verdict.bonus])
+        verified_s = time.perf_counter()
+        emitted = until_stop(self.stop_ids, [*proposal.tokens[: verdict.accepted], verdict.bonus])
         # The last emitted token is pending: it has no keys and values yet.
-        engine.rollback(base + len(emitted))
+        engine.rollback(prepared.base + len(emitted))
         end_s = time.perf_counter()
         overlap, slots = self._overlap(proposal, out)
         record = StepRecord(
@@ -237,10 +202,9 @@ class _Loop:
             union_layers=len(engine.spec.moe_layers),
             router_overlap=overlap,
             router_slots=slots,
-            draft_s=draft_end_s - begin_s,
-            verify_s=verify_end_s - draft_end_s,
-            cycle_s=end_s - begin_s,
-            store=(store.counters - before).as_dict(),
+            draft_s=prepared.drafted_s - prepared.begin_s,
+            verify_s=verified_s - prepared.drafted_s,
+            cycle_s=end_s - prepared.begin_s,
         )
         return record, out.logits_BV[: len(emitted)]
 
@@ -279,12 +243,6 @@ class _Loop:
         q_DV = [drafted.probs_V for drafted in kept if drafted.probs_V is not None]
         p_DV = probabilities(logits_BV, self.sampling)
         return verify_sampled(tokens, q_DV, p_DV, self.sampler.flip, self.sampler.draw)
-
-    def _until_stop(self, tokens: list[int]) -> list[int]:
-        for at, token in enumerate(tokens):
-            if token in self.stop_ids:
-                return tokens[: at + 1]
-        return tokens
 
     def _unique_draft(self, proposal: _Proposal) -> int | None:
         if self.drafter is None:

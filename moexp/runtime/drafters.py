@@ -7,13 +7,12 @@ values behind the verified prefix; the caller rolls them back before verificatio
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from torch import Tensor
 
-from moexp.errors import MoexpError
 from moexp.runtime.forward import Engine
 from moexp.runtime.moe import StepPath
 from moexp.runtime.verify import Sampler, Sampling, probabilities
@@ -37,24 +36,15 @@ class Drafted:
     probs_V: Tensor | None
 
 
-def draft_path(drafter: str, r: int, top_k: int, *, prefetch: bool) -> StepPath:
+def draft_path(drafter: str, r: int, *, prefetch: bool) -> StepPath:
     """The path that a drafter takes: how many routed experts, with or without draft experts.
 
     Args:
         drafter: a key of `DRAFTERS`.
         r: routed experts of "top-r" and "draft-expert" (the paper's is 1).
-        top_k: the target's.
         prefetch: announce predicted experts as soon as a layer's router has spoken.
 
-    Raises:
-        MoexpError: unknown drafter, or r outside 1 to top-k.
     """
-    if drafter not in DRAFTERS:
-        raise MoexpError(
-            f"unknown drafter {drafter!r}", where="decode.drafter", valid=", ".join(["ar", *sorted(DRAFTERS)])
-        )
-    if not 1 <= r <= top_k:
-        raise MoexpError(f"r = {r}", where="decode.r", valid=f"1 to {top_k}")
     return DRAFTERS[drafter](r, prefetch)
 
 
@@ -98,6 +88,14 @@ class SelfDrafter:
             return Drafted(int(best), confidence, routing_Lk, None)
         probs_V = probabilities(logits_V, self.sampling)
         return Drafted(self.sampler.draw(probs_V), confidence, routing_Lk, probs_V)
+
+
+def until_stop(stop_ids: Collection[int], tokens: list[int]) -> list[int]:
+    """The tokens up to the first that ends the answer, it included."""
+    for at, token in enumerate(tokens):
+        if token in stop_ids:
+            return tokens[: at + 1]
+    return tokens
 
 
 def routing_overlap(predicted: np.ndarray, routed: np.ndarray) -> tuple[int, int]:

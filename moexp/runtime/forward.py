@@ -12,7 +12,7 @@ Shape suffixes: T rows of a block (B live ones of it), H hidden size, V vocabula
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ from moexp.runtime.moe import (
 )
 from moexp.runtime.store import ExpertStore
 from moexp.target.draft_expert import DraftExperts
+from moexp.target.draft_head import DraftHead
 from moexp.target.load import Target
 
 PREFILL = StepPath("prefill")
@@ -63,6 +64,31 @@ class StepOut:
 
 
 @dataclass
+class Lane:
+    """One request's state in an engine: its cache, and what its last tree and its draft head need.
+
+    Attributes:
+        cache: keys and values.
+        features: what the draft head reads of the positions run since they were last taken.
+        tree_start: positions before the last tree.
+        tree_kept: keys and values of its nodes, by layer.
+    """
+
+    cache: BlockCache
+    features: list[Tensor] = field(default_factory=list)
+    tree_start: int = 0
+    tree_kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Tokens to run, the pending one first; with `parents` (-1 for the first) they form a tree."""
+
+    ids: Sequence[int]
+    parents: Sequence[int] | None = None
+
+
+@dataclass
 class _Layer:
     norm_1: Callable[[Tensor], Tensor]
     attend: Callable[[Tensor, BlockContext], Tensor]
@@ -83,6 +109,7 @@ class Engine:
         kv_multiple: padding of the key/value length; by default 128, for fp32 512 (torch's CPU attention works through
             keys in runs of 512, and in fp32 a row's bits depend on the length of its last run).
         draft_experts: for paths that use them.
+        draft_head: for tree drafters that read the target's hidden states, which steps then keep (`take_features`).
         restructured: use the restructured attention, routing and feed-forward where the family has them;
             otherwise transformers' own modules throughout.
         pack: keep packed copies of the resident weights (bf16 on CPU only).
@@ -98,6 +125,7 @@ class Engine:
         prefill_rows: int = 128,
         kv_multiple: int | None = None,
         draft_experts: LayerDrafts | None = None,
+        draft_head: DraftHead | None = None,
         restructured: bool = True,
         pack: bool = True,
     ) -> None:
@@ -108,7 +136,7 @@ class Engine:
         self.block, self.draft_rows, self.prefill_rows = block, draft_rows, prefill_rows
         self.dtype, self.device = target.dtype, target.device
         self.kv_multiple = kv_multiple or (512 if self.dtype == torch.float32 else 128)
-        self.draft_experts = draft_experts
+        self.draft_experts, self.draft_head = draft_experts, draft_head
         # Latent attention has as many expanded key heads as query heads, whatever its config calls them.
         latent = hasattr(target.model.config, "kv_lora_rank")
         self._group = 1 if latent else self.spec.num_heads // self.spec.num_kv_heads
@@ -116,7 +144,7 @@ class Engine:
         self._build_layers(restructured, pack and restructured)
         self._layer_offsets_L1 = np.arange(len(self.spec.moe_layers))[:, None] * self.spec.num_experts
         self._capacity = 0
-        self.cache: BlockCache
+        self.lane: Lane
         self.start(self.kv_multiple)
 
     def start(self, capacity: int) -> None:
@@ -131,11 +159,23 @@ class Engine:
         needed = padded_length(capacity + max(self.block, self.prefill_rows), self.kv_multiple)
         if needed > self._capacity:
             self._capacity = needed
-            self.cache = BlockCache(self.spec.num_layers, needed, self.kv_multiple)
+            self.lane = self.new_lane()
             self._masks = CausalMasks(needed, self.dtype, self.device)
             if self._fused:
                 self._rotary = RotaryTable(self._base.rotary_emb, needed, self.dtype, self.device)
         self.cache.reset()
+        self.lane.features.clear()
+
+    def new_lane(self) -> Lane:
+        """State for one more request, with room for as many positions as `start` last made. Assigned to `lane`, it is
+        what all other methods work on.
+        """
+        return Lane(BlockCache(self.spec.num_layers, self._capacity, self.kv_multiple))
+
+    @property
+    def cache(self) -> BlockCache:
+        """Keys and values of the current lane."""
+        return self.lane.cache
 
     @property
     def length(self) -> int:
@@ -151,7 +191,7 @@ class Engine:
         """Extend the cache by a prompt, in chunks of `prefill_rows`; gives no logits."""
         for begin in range(0, len(ids), self.prefill_rows):
             self.store.begin_cycle()
-            self._run(ids[begin : begin + self.prefill_rows], self.prefill_rows, PREFILL)
+            self._run([Block(ids[begin : begin + self.prefill_rows])], [self.lane], self.prefill_rows, PREFILL)
 
     @torch.no_grad()
     def step(self, ids: Sequence[int], path: StepPath) -> StepOut:
@@ -161,10 +201,7 @@ class Engine:
             ids: 1 to `block` tokens; of a draft step, 1 to `draft_rows`.
             path: which experts.
         """
-        rows = self.draft_rows if path.phase == "draft" and not path.whole_block else self.block
-        x_TH, routing = self._run(ids, rows, path)
-        logits_TV = self._head(self._final_norm(x_TH))
-        return StepOut(logits_TV[: len(ids)].float(), np.stack(routing).astype(np.int16))
+        return self.run(Block(ids), path)
 
     @torch.no_grad()
     def step_tree(self, ids: Sequence[int], parents: Sequence[int], path: StepPath) -> StepOut:
@@ -177,18 +214,39 @@ class Engine:
             parents: node that each continues, -1 for the first; parents stand before their children.
             path: which experts.
         """
-        self._tree_start = self.cache.length
-        x_TH, routing = self._run(ids, self.block, path, parents=parents)
-        logits_TV = self._head(self._final_norm(x_TH))
-        return StepOut(logits_TV[: len(ids)].float(), np.stack(routing).astype(np.int16))
+        return self.run(Block(ids, parents), path)
+
+    @torch.no_grad()
+    def run(self, block: Block, path: StepPath) -> StepOut:
+        """`step` or `step_tree` of a block, on the current lane."""
+        return self.run_many([block], [self.lane], path)[0]
+
+    @torch.no_grad()
+    def run_many(self, blocks: Sequence[Block], lanes: Sequence[Lane], path: StepPath) -> list[StepOut]:
+        """One step of several requests: an expert that any of them needs is loaded once, and each gets what it would
+        alone, to the bit.
+        """
+        narrow = path.phase == "draft" and not path.whole_block and all(block.parents is None for block in blocks)
+        rows = self.draft_rows if narrow else self.block
+        outs = []
+        for block, (x_TH, routing) in zip(blocks, self._run(blocks, lanes, rows, path), strict=True):
+            logits_TV = self._head(self._final_norm(x_TH))
+            outs.append(StepOut(logits_TV[: len(block.ids)].float(), np.stack(routing).astype(np.int16)))
+        return outs
 
     def commit(self, nodes: Sequence[int]) -> None:
         """Keep the keys and values of one path of the last tree, in order from its root; forget the rest."""
-        start = self._tree_start
-        self.rollback(start)
+        self.rollback(self.lane.tree_start)
         at = torch.tensor(nodes, device=self.device)
-        for layer, (keys, values) in self._tree_kept.items():
+        for layer, (keys, values) in self.lane.tree_kept.items():
             self.cache.update(keys[:, :, at], values[:, :, at], layer)
+
+    def take_features(self) -> Tensor | None:
+        """What the draft head reads of the positions run since the last call (draft steps aside), [positions, F]; None
+        if there were none.
+        """
+        kept, self.lane.features = self.lane.features, []
+        return torch.cat(kept) if kept else None
 
     def expert_ids(self, routing_Lk: np.ndarray) -> list[int]:
         """Routing of one token as numbers that are unique over layers (for unions of experts)."""
@@ -200,30 +258,47 @@ class Engine:
         return self.store.prefetch([(layer, expert) for layer, chosen in layers for expert in chosen])
 
     def _run(
-        self, ids: Sequence[int], rows: int, path: StepPath, parents: Sequence[int] | None = None
-    ) -> tuple[Tensor, list[np.ndarray]]:
-        live, start = len(ids), self.cache.length
-        assert 0 < live <= rows, (live, rows)
+        self, blocks: Sequence[Block], lanes: Sequence[Lane], rows: int, path: StepPath
+    ) -> list[tuple[Tensor, list[np.ndarray]]]:
+        """Hidden states [rows, H] before the last norm, and routing by MoE layer, of each block."""
+        lives, starts = [len(block.ids) for block in blocks], [lane.cache.length for lane in lanes]
+        assert all(0 < live <= rows for live in lives), (lives, rows)
+        contexts = [self._context(rows, lane.cache, block.parents) for lane, block in zip(lanes, blocks, strict=True)]
         # Padding repeats the last token: finite values, and no expert is asked for it.
-        padded_ids = torch.tensor([*ids, *[ids[-1]] * (rows - live)], device=self.device)
-        block = self._context(rows, start, parents)
-        x_TH = self._embed(padded_ids)
-        routing: list[np.ndarray] = []
-        for layer in self._layers:
-            x_TH = x_TH + layer.attend(layer.norm_1(x_TH), block)
-            hidden_TH = layer.norm_2(x_TH)
+        padded = [[*block.ids, *[block.ids[-1]] * (rows - len(block.ids))] for block in blocks]
+        xs = [self._embed(torch.tensor(ids, device=self.device)) for ids in padded]
+        routings: list[list[np.ndarray]] = [[] for _ in blocks]
+        wanted = self.draft_head.feature_layers if self.draft_head is not None and path.phase != "draft" else None
+        seen: list[list[Tensor]] = [[] for _ in blocks]
+        for number, layer in enumerate(self._layers):
+            xs = [x_TH + layer.attend(layer.norm_1(x_TH), context) for x_TH, context in zip(xs, contexts, strict=True)]
+            hidden = [layer.norm_2(x_TH) for x_TH in xs]
             if layer.moe is not None:
-                output_TH, chosen = layer.moe(hidden_TH, live, path, self.store)
-                routing.append(chosen)
+                outputs = []
+                for routing, (output_TH, chosen) in zip(
+                    routings, layer.moe.many(hidden, lives, path, self.store), strict=True
+                ):
+                    outputs.append(output_TH)
+                    routing.append(chosen)
             else:
                 assert layer.dense is not None
-                output_TH = layer.dense(hidden_TH)
-            x_TH = x_TH + output_TH
-        self.rollback(start + live if parents is None else start)
-        self._tree_kept = block.kept
-        return x_TH, routing
+                outputs = [layer.dense(hidden_TH) for hidden_TH in hidden]
+            xs = [x_TH + output_TH for x_TH, output_TH in zip(xs, outputs, strict=True)]
+            if wanted and number in wanted:
+                for taken, x_TH, live in zip(seen, xs, lives, strict=True):
+                    taken.append(x_TH[:live])
+        for block, lane, context, x_TH, taken, live, start in zip(
+            blocks, lanes, contexts, xs, seen, lives, starts, strict=True
+        ):
+            if wanted is not None:
+                lane.features.append(torch.cat(taken, dim=-1) if wanted else self._final_norm(x_TH[:live]))
+            lane.tree_start, lane.tree_kept = start, context.kept
+            kept = start + live if block.parents is None else start
+            lane.cache.crop(kept - lane.cache.length)
+        return list(zip(xs, routings, strict=True))
 
-    def _context(self, rows: int, start: int, parents: Sequence[int] | None) -> BlockContext:
+    def _context(self, rows: int, cache: BlockCache, parents: Sequence[int] | None) -> BlockContext:
+        start = cache.length
         padded = padded_length(start + rows, self.kv_multiple)
         mask_TK, mask_GTK = self._masks.block(rows, start, padded), None
         if rows <= self.block:
@@ -237,11 +312,11 @@ class Engine:
                 positions[branch.rows_T[begin:end]] = torch.arange(start + begin, start + end, device=self.device)
         if self._fused:
             rotary = self._rotary.block(start, rows) if branches is None else self._rotary.at(positions)
-            return BlockContext(rows, mask_TK, mask_GTK, self.cache, rotary, branches=branches)
+            return BlockContext(rows, mask_TK, mask_GTK, cache, rotary, branches=branches)
         positions = positions[None]
         like = torch.zeros(1, dtype=self.dtype, device=self.device)
         rotary = self._base.rotary_emb(like, positions)
-        return BlockContext(rows, mask_TK, mask_GTK, self.cache, rotary, positions, branches)
+        return BlockContext(rows, mask_TK, mask_GTK, cache, rotary, positions, branches)
 
     def _build_layers(self, restructured: bool, pack: bool) -> None:
         model, spec, family = self.target.model, self.spec, self.target.family

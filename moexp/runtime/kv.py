@@ -78,14 +78,21 @@ class BlockCache(Cache):
     def __init__(self, num_layers: int, capacity: int, kv_multiple: int) -> None:
         self.kv_multiple = kv_multiple
         self.capacity = padded_length(capacity, kv_multiple)
-        self._first = BlockCacheLayer(self.capacity, kv_multiple)
-        rest = [BlockCacheLayer(self.capacity, kv_multiple) for _ in range(num_layers - 1)]
-        super().__init__(layers=[self._first, *rest])
+        self._layers = [BlockCacheLayer(self.capacity, kv_multiple) for _ in range(num_layers)]
+        super().__init__(layers=list(self._layers))
 
     @property
     def length(self) -> int:
         """Rows held."""
-        return self._first.length
+        return self._layers[0].length
+
+    def rewind(self, layer: int, length: int) -> None:
+        """Keep only the first `length` rows of one layer, while a step is on its way through the layers."""
+        self._layers[layer].length = length
+
+    def rows_of(self, layer: int) -> int:
+        """Rows held in one layer."""
+        return self._layers[layer].length
 
 
 class CausalMasks:

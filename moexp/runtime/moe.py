@@ -238,25 +238,41 @@ class MoELayer:
         Returns:
             the output, and the router's full top-k of the live rows [live, k], by descending gate.
         """
-        ids_Tk, gates_Tk = self.route(x_TH)
-        used_Tr = ids_Tk if path.top_r is None else ids_Tk[:, : path.top_r]
-        gates_Tr = gates_Tk if path.top_r is None else gates_Tk[:, : path.top_r]
-        ticket = store.request(self._union(used_Tr[:live]), path.phase)
+        return self.many([x_TH], [live], path, store)[0]
+
+    def many(
+        self, blocks: Sequence[Tensor], lives: Sequence[int], path: StepPath, store: ExpertStore
+    ) -> list[tuple[Tensor, np.ndarray]]:
+        """The same for the blocks of several requests: what any of them needs is asked for once, and each is computed
+        as it would be alone.
+        """
+        routed = [self.route(x_TH) for x_TH in blocks]
+        r = path.top_r
+        used = [ids_Tk if r is None else ids_Tk[:, :r] for ids_Tk, _ in routed]
+        live_ids = [ids_Tr[:live] for ids_Tr, live in zip(used, lives, strict=True)]
+        ticket = store.request(self._union(live_ids), path.phase)
         try:
-            if path.prefetch and used_Tr.shape[1] < ids_Tk.shape[1]:
-                store.prefetch(self._union(ids_Tk[:live, used_Tr.shape[1] :]))
-            resident_TH = self._resident(x_TH, path)
-            routed_TH = self._routed(x_TH, used_Tr, gates_Tr, live, store, ticket)
+            if path.prefetch and r is not None:
+                beyond = [ids_Tk[:live, r:] for (ids_Tk, _), live in zip(routed, lives, strict=True)]
+                if beyond[0].shape[1]:
+                    store.prefetch(self._union(beyond))
+            resident = [self._resident(x_TH, path) for x_TH in blocks]
+            outputs = self._routed(blocks, routed, used, live_ids, store, ticket)
         finally:
             store.release(ticket)
-        routed_TH = routed_TH.to(x_TH.dtype)
-        return routed_TH if resident_TH is None else resident_TH + routed_TH, ids_Tk[:live]
+        found = []
+        for x_TH, live, resident_TH, routed_TH, (ids_Tk, _) in zip(
+            blocks, lives, resident, outputs, routed, strict=True
+        ):
+            routed_TH = routed_TH.to(x_TH.dtype)
+            found.append((routed_TH if resident_TH is None else resident_TH + routed_TH, ids_Tk[:live]))
+        return found
 
-    def _union(self, ids: np.ndarray) -> Sequence[ExpertKey]:
+    def _union(self, blocks: Sequence[np.ndarray]) -> Sequence[ExpertKey]:
         keys = self.keys
-        if len(ids) == 1:
-            return [keys[expert] for expert in ids[0].tolist()]
-        return [keys[expert] for expert in sorted(set(ids.ravel().tolist()))]
+        if len(blocks) == 1 and len(blocks[0]) == 1:
+            return [keys[expert] for expert in blocks[0][0].tolist()]
+        return [keys[expert] for expert in sorted({expert for ids in blocks for expert in ids.ravel().tolist()})]
 
     def _resident(self, x_TH: Tensor, path: StepPath) -> Tensor | None:
         """Shared experts and draft expert: needs nothing of the store, so it runs while reads are on their way."""
@@ -268,14 +284,40 @@ class MoELayer:
         return output
 
     def _routed(
-        self, x_TH: Tensor, ids: np.ndarray, gates: Tensor, live: int, store: ExpertStore, ticket: Ticket
-    ) -> Tensor:
+        self,
+        blocks: Sequence[Tensor],
+        routed: Sequence[tuple[np.ndarray, Tensor]],
+        used: Sequence[np.ndarray],
+        live_ids: Sequence[np.ndarray],
+        store: ExpertStore,
+        ticket: Ticket,
+    ) -> list[Tensor]:
         arrivals = store.arrivals(ticket)
-        compute = self.compute.get(len(x_TH))
-        if compute is not None:
-            return compute.block(arrivals, x_TH, ids, gates, live, self._slot_of_E)
-        compute = next(iter(self.compute.values()))
-        routed_TH = compute.rows_apart(arrivals, x_TH[:live], ids[:live], gates[:live])
-        if live == len(x_TH):
-            return routed_TH
-        return torch.cat([routed_TH, routed_TH.new_zeros(len(x_TH) - live, routed_TH.shape[1])])
+        kept: list[tuple[ExpertKey, ExpertWeights]] = []
+        outputs = []
+        for place, (x_TH, (_, gates_Tk), ids_Tr, live_Lr) in enumerate(
+            zip(blocks, routed, used, live_ids, strict=True)
+        ):
+            gates_Tr, live = gates_Tk[:, : ids_Tr.shape[1]], len(live_Lr)
+            source: Iterable[tuple[ExpertKey, ExpertWeights]] = arrivals
+            if len(blocks) > 1:  # the first block takes experts as they arrive; the others find them all there
+                mine = set(live_Lr.ravel().tolist())
+                source = (item for item in (_keeping(arrivals, kept) if place == 0 else kept) if item[0][1] in mine)
+            compute = self.compute.get(len(x_TH))
+            if compute is not None:
+                outputs.append(compute.block(source, x_TH, ids_Tr, gates_Tr, live, self._slot_of_E))
+                continue
+            compute = next(iter(self.compute.values()))
+            routed_TH = compute.rows_apart(source, x_TH[:live], ids_Tr[:live], gates_Tr[:live])
+            if live < len(x_TH):
+                routed_TH = torch.cat([routed_TH, routed_TH.new_zeros(len(x_TH) - live, routed_TH.shape[1])])
+            outputs.append(routed_TH)
+        return outputs
+
+
+def _keeping(
+    arrivals: Iterable[tuple[ExpertKey, ExpertWeights]], into: list[tuple[ExpertKey, ExpertWeights]]
+) -> Iterable[tuple[ExpertKey, ExpertWeights]]:
+    for item in arrivals:
+        into.append(item)
+        yield item

@@ -1,8 +1,8 @@
 """A repaired model as a small difference from the dense model it was carved from.
 
-Three parts rebuild it: where each neuron went, a ternary update of every neuron (signs where it changed most, one
-scale a neuron), and the routers, which the dense model does not have, in eight bits a weight. Norms are stored as they
-are; attention, embeddings and the first FFN are the dense model's. Everything is elementwise arithmetic in fp32, so
+Three parts rebuild it: where each neuron went, a ternary update of experts and attention (signs where they changed
+most, one scale a neuron), and the routers, which the dense model does not have, in eight bits a weight. Norms are
+stored as they are; embeddings and the first FFN are the dense model's. Everything is elementwise arithmetic in fp32, so
 every machine gets the same bits.
 
 Shapes: R neurons (rows), H hidden size, L MoE layers, E routed experts, n own neurons and m spares of an expert.
@@ -39,7 +39,7 @@ Kind = Literal["ternary", "int8", "whole", "dense"]
 
 def kind_of(name: str) -> Kind:
     """How the parameter or buffer of this name is stored; `dense` is not stored at all."""
-    if ".mlp.experts." in name or ".mlp.shared_experts." in name:
+    if ".mlp.experts." in name or ".mlp.shared_experts." in name or (".self_attn." in name and name.endswith("weight")):
         return "ternary"
     if name.endswith(".mlp.gate.weight"):
         return "int8"

@@ -1,0 +1,48 @@
+"""What the loops of chains and trees have in common: one cycle is prepared, run as a block of the engine, finished."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from moexp.records import StepRecord
+from moexp.runtime.forward import Block, StepOut
+from moexp.runtime.moe import StepPath
+
+
+@dataclass
+class Prepared:
+    """Drafts that are ready to be verified.
+
+    Attributes:
+        block: what the target is to run.
+        begin_s, drafted_s: when drafting began and ended.
+    """
+
+    block: Block
+    begin_s: float
+    drafted_s: float
+
+
+class Loop(Protocol):
+    """Cycle after cycle on one request.
+
+    Attributes:
+        path: of the target's steps.
+        stop_ids: tokens that end an answer.
+    """
+
+    path: StepPath
+    stop_ids: frozenset[int]
+
+    def prepare(self, pending: int, room: int) -> Prepared:
+        """Draft from `pending`, at the position of the engine's length; 1 to `room` tokens may be emitted."""
+
+    def finish(self, prepared: Prepared, out: StepOut, request: int, number: int) -> tuple[StepRecord, Tensor]:
+        """Verify by what the target gave, and commit.
+
+        Returns:
+            the record (without the store's counters), and the logits of the emitted positions.
+        """

@@ -1,0 +1,1 @@
+"""Models of cost that run nothing: pure arithmetic on geometry and measured counts."""
