@@ -5,7 +5,7 @@ Stages meet only here, through folders: each can be run alone, and what is there
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from moexp.learn.predictor_model import RoutingPredictor
     from moexp.runtime.forward import Engine
     from moexp.runtime.method import Method
+    from moexp.runtime.predictors import ExpertPredictor
     from moexp.runtime.store import ExpertStore
     from moexp.runtime.verify import Sampling
     from moexp.target.draft_expert import DraftExperts
@@ -202,12 +203,28 @@ def opened_engine(
     section: StoreSection,
     draft_experts: DraftExperts | None = None,
     draft_head: DraftHead | None = None,
+    predictors: Mapping[str, Callable[[], ExpertPredictor]] | None = None,
 ) -> Iterator[Engine]:
     """An engine over the target with a store of its own."""
     from moexp.runtime.forward import Engine
 
     with opened_store(target, section) as store:
-        yield Engine(target, store, draft_experts=draft_experts, draft_head=draft_head)
+        yield Engine(target, store, draft_experts=draft_experts, draft_head=draft_head, predictors=predictors)
+
+
+def predictors_of(recipe: Recipe, target: Target, method: Method) -> dict[str, Callable[[], ExpertPredictor]]:
+    """What makes the predictors that a method needs, for `Engine`: the recipe's trained one, where it asks for that.
+
+    Raises:
+        MoexpError: it is not trained yet, or for another target.
+    """
+    if method.tree is None or method.tree.predictor != "learned":
+        return {}
+    from moexp.learn.predictor_model import PredictorSession
+    from moexp.runtime.predictors import LearnedPredictor
+
+    model = open_predictor(recipe, target)
+    return {"learned": lambda: LearnedPredictor(PredictorSession(model))}
 
 
 def method_of(section: DecodeSection) -> Method:

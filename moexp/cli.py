@@ -257,9 +257,9 @@ def bench(
     out: OutOption = None,
 ) -> None:
     """Measure the tables of a paper; what is measured already is kept."""
-    from moexp.bench.draftexpert import parse_tables, run_bench
+    from moexp.bench.tables import parse_tables, run_bench
 
-    numbers = parse_tables(table)
+    numbers = parse_tables(table, paper)
     _say_files(run_bench(load(recipe, changes), numbers, paper=paper, out=out), show=len(numbers) == 1)
 
 

@@ -13,7 +13,15 @@ from rich.tree import Tree
 from transformers import PreTrainedTokenizerBase
 
 from moexp import metrics
-from moexp.artifacts import method_of, open_draft_experts, open_draft_head, open_target, opened_engine, sampling_of
+from moexp.artifacts import (
+    method_of,
+    open_draft_experts,
+    open_draft_head,
+    open_target,
+    opened_engine,
+    predictors_of,
+    sampling_of,
+)
 from moexp.data import Prompt, render_chat
 from moexp.errors import MoexpError
 from moexp.metrics import Ratio
@@ -149,7 +157,8 @@ def _decode(
     on_tree: Callable[[TreeCycle], None] | None,
 ) -> Arm:
     """The request on a fresh engine and store, after a few tokens that are not counted."""
-    with opened_engine(target, recipe.store, experts, head) as engine:
+    predictors = predictors_of(recipe, target, method)
+    with opened_engine(target, recipe.store, experts, head, predictors) as engine:
         for _ in decode(engine, ids[:1], method, Sampling(), max_new_tokens=4):
             pass
         limit = recipe.decode.max_new_tokens

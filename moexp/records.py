@@ -28,7 +28,8 @@ class StepRecord:
     that draft-path and target routing have in common over the verified rows and layers, out of so many.
     tree_nodes: nodes of the draft tree that the verified ones were selected from, the pending token included.
     batch: requests verified in the same step, whose times, counters and unique_verify are then the batch's.
-    Times in seconds. store: how much each of the store's counters grew in this cycle.
+    Times in seconds; predict_s, which draft_s leaves out, is that of an expert predictor of its own. store: how
+    much each of the store's counters grew in this cycle.
     """
 
     request: int
@@ -49,6 +50,7 @@ class StepRecord:
     router_slots: int | None = None
     tree_nodes: int | None = None
     batch: int | None = None
+    predict_s: float | None = None
     store: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -28,8 +28,11 @@ SETTINGS, PROBE, PROVENANCE = "settings.json", "probe.json", "provenance.json"
 STEPS, REQUESTS = "steps.jsonl", "requests.jsonl"
 """Files of one platform's folder."""
 
-RUN_SECTIONS = ("target", "draft", "decode", "store", "bench", "seed")
-"""What a bench run folder depends on."""
+RUN_SECTIONS = {
+    "draftexpert": ("target", "draft", "decode", "store", "bench", "seed"),
+    "ecospec": ("target", "draft", "head", "predictor", "ecospec", "store", "bench", "seed"),
+}
+"""What a paper's run folder depends on."""
 
 Cell = str | int | float | bool | None
 Row = dict[str, Cell]
@@ -232,10 +235,11 @@ def rebuild(
     Raises:
         MoexpError: an unknown paper, or nothing has been measured yet.
     """
-    check_paper(paper)
-    folder = run_folder(recipe, out)
+    load_paper(paper)
+    folder = run_folder(recipe, out, paper)
     if not (folder / "recipe.yaml").exists():
-        raise MoexpError("nothing is measured", where=str(folder), valid=f"run: moexp bench --recipe {recipe.name}")
+        command = f"moexp bench --recipe {recipe.name}" + ("" if paper == "draftexpert" else f" --paper {paper}")
+        raise MoexpError("nothing is measured", where=str(folder), valid=f"run: {command}")
     return write_tables(recipe, paper, folder, results)
 
 
@@ -243,23 +247,17 @@ def write_tables(
     recipe: Any, paper: str, folder: Path, results: Path, numbers: Collection[int] | None = None
 ) -> list[Path]:
     """Writes the tables `numbers` (all if None) of a run folder's records to `results/<recipe>/<paper>`."""
-    from moexp.bench.draftexpert_tables import build_tables
+    from moexp.bench import draftexpert_tables, ecospec_tables
 
-    tables = build_tables(folder, samples=recipe.bench.bootstrap_samples)
+    make = {"draftexpert": draftexpert_tables.build_tables, "ecospec": ecospec_tables.build_tables}[paper]
+    tables = make(folder, samples=recipe.bench.bootstrap_samples)
     wanted = [table for table in tables if numbers is None or table.number in numbers]
     return [path for table in wanted for path in write_table(results / recipe.name / paper, table)]
 
 
-def check_paper(paper: str) -> None:
-    """MoexpError unless the paper's tables are measured here."""
-    load_paper(paper)
-    if paper != "draftexpert":
-        raise MoexpError(f"no tables of {paper!r} are measured yet", where="--paper", valid="draftexpert")
-
-
-def run_folder(recipe: Any, out: Path | None = None) -> Path:
-    """Where `moexp bench` keeps the recipe's raw records."""
-    return artifact_path("runs", recipe, *RUN_SECTIONS) if out is None else out
+def run_folder(recipe: Any, out: Path | None = None, paper: str = "draftexpert") -> Path:
+    """Where `moexp bench` keeps the recipe's raw records for a paper's tables."""
+    return artifact_path("runs", recipe, *RUN_SECTIONS[paper]) if out is None else out
 
 
 def _csv_cell(value: Cell) -> str:

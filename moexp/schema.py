@@ -275,7 +275,7 @@ class TreeSection(Section):
     """Nodes verified, the pending token included."""
     epsilon: PositiveFloat = 1.0
     """Added to a node's cost, in layer-experts (EcoSpec, eq. 9 and 10; the paper gives no value)."""
-    predictor: Literal["draft-router", "none"] = "draft-router"
+    predictor: Literal["draft-router", "learned", "none"] = "draft-router"
     """Whose expert sets selection and prefetch go by."""
 
 
@@ -349,6 +349,23 @@ class BenchSection(Section):
     bootstrap_samples: Positive = 2000
 
 
+class EcoSpecSection(Section):
+    """`moexp bench --paper ecospec`: the trees, and what the tables run over."""
+
+    steps: Positive = 3
+    width: Positive = 2
+    """Tokens drafted behind a node, and nodes that the next step expands."""
+    gamma: Positive = 4
+    """Nodes verified, the pending token included."""
+    gammas: tuple[Positive, ...] = (3, 4, 5, 6)
+    """Of the sweep (Table 11)."""
+    epsilon: PositiveFloat = 1.0
+    temperatures: tuple[NonNegativeFloat, ...] = (0.0, 1.0)
+    prompts: Positive = 1
+    """A workload."""
+    max_new_tokens: Positive = 24
+
+
 class EvalSection(Section):
     """`moexp eval`: the exactness gate, and quality on held-out text."""
 
@@ -400,6 +417,7 @@ class Sections(Section):
     decode: DecodeSection = DecodeSection()
     store: StoreSection = StoreSection()
     bench: BenchSection = BenchSection()
+    ecospec: EcoSpecSection = EcoSpecSection()
     eval: EvalSection = EvalSection()
     tune: TuneSection = TuneSection()
     paths: PathsSection = PathsSection()

@@ -312,7 +312,7 @@ def keep_summaries(recipe: Recipe) -> list[Path]:
 
 def reproduce(recipe: Recipe, console: Console) -> bool:
     """All stages in order, each skipped where it is done; False if the exactness gate failed: then no table is made."""
-    from moexp.bench.draftexpert import run_bench
+    from moexp.bench.tables import run_bench
 
     started = time.monotonic()
     files: list[Path] = []

@@ -24,6 +24,7 @@ from moexp.artifacts import (
     target_folder,
 )
 from moexp.bench import ablation, draftexpert, platforms, runner, tune
+from moexp.bench import tables as bench_tables
 from moexp.bench.draftexpert_data import AR, FIXED, FULL, LOSSES, METHODS, TOP_1_FULL, TRUNCATED
 from moexp.bench.replay import Costs, Cycle, RecordingEngine, Setting, estimate, record_cycles
 from moexp.bench.runner import Job, PromptEngine, begin_run, is_complete, make_jobs, run_methods, select_prompts
@@ -262,10 +263,12 @@ def test_an_unknown_platform_or_table_names_the_valid_ones(recipe: Recipe):
         platforms.find_platform("phone")
     for text in ("7", "x", "1"):
         with pytest.raises(MoexpError, match="2, 3, 4, 5, 6, all"):
-            draftexpert.parse_tables(text)
-    assert draftexpert.parse_tables("all") == (2, 3, 4, 5, 6) and draftexpert.parse_tables("4") == (4,)
-    with pytest.raises(MoexpError, match="draftexpert"):
-        draftexpert.run_bench(recipe, (6,), paper="ecospec")
+            bench_tables.parse_tables(text)
+    assert bench_tables.parse_tables("all") == (2, 3, 4, 5, 6) and bench_tables.parse_tables("4") == (4,)
+    with pytest.raises(MoexpError, match="1, 2, 3, 4, 10, 11, 13, all"):
+        bench_tables.run_bench(recipe, (6,), paper="ecospec")
+    with pytest.raises(MoexpError, match="no paper 'nope'.*draftexpert, ecospec"):
+        bench_tables.parse_tables("all", "nope")
 
 
 def test_every_platform_runs_what_its_tables_need():
@@ -452,10 +455,10 @@ def check_tables(folder: Path, out: Path) -> None:
 def test_draft_experts_that_are_not_trained_are_asked_for(recipe: Recipe, moexp_home: Path, tmp_path: Path):
     (moexp_home / "drafts").unlink()
     with pytest.raises(MoexpError, match="moexp train-draft-expert --recipe tiny"):
-        draftexpert.run_bench(recipe, (2,), out=tmp_path / "run", results=tmp_path)
+        bench_tables.run_bench(recipe, (2,), out=tmp_path / "run", results=tmp_path)
 
 
 def test_table_6_needs_no_target(tmp_path: Path):
-    files = draftexpert.run_bench(load_recipe("tiny"), (6,), results=tmp_path)
+    files = bench_tables.run_bench(load_recipe("tiny"), (6,), results=tmp_path)
     assert [file.name for file in files] == ["table_6.csv", "table_6.md"]
     assert torch.get_num_threads() >= 1

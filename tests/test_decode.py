@@ -292,7 +292,7 @@ def token_distribution(engine, method, sampling, ids=(5, 77, 130)):
 
     def program(branches):
         engine.rollback(len(ids) - 1)
-        loop: Any = decode_module.make_loop(engine, method, sampling, frozenset(), ids)
+        loop: Any = decode_module.make_loop(engine, method, sampling, frozenset(), ids, 2)
         loop.sampler = branches
         if isinstance(loop.drafter, SelfDrafter):
             loop.drafter.sampler = branches

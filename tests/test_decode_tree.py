@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from moexp.errors import MoexpError
 from moexp.runtime.decode import decode_all
 from moexp.runtime.method import Method, TreePlan
+from moexp.runtime.predictors import OraclePredictor, Recording
 from moexp.runtime.tree import TreeShape
 from moexp.runtime.verify import Sampling
 from tests.engines import WatchedStore, make_engine, prompt, swap_store
@@ -138,3 +140,70 @@ def test_sampled_trees_repeat_with_their_seed(engine):
 def test_a_plan_that_cannot_be_run_is_an_error(engine, options, message):
     with pytest.raises(MoexpError, match=message):
         run(engine, tree(**options), prompt(5))
+
+
+# --- predictors of their own ---
+
+
+class Recorded:
+    """A predictor that keeps what it is asked and told."""
+
+    def __init__(self, spec):
+        self.spec, self.log = spec, []
+
+    def begin(self, prompt_ids, max_new_tokens):
+        self.log.append(("begin", list(prompt_ids), max_new_tokens))
+
+    def predict(self, tree):
+        self.log.append(("predict", int(tree.tokens_N[0])))
+        shape = (len(tree), len(self.spec.moe_layers), self.spec.top_k)
+        return np.broadcast_to(np.arange(self.spec.top_k, dtype=np.int16), shape)
+
+    def commit(self, tokens):
+        self.log.append(("commit", list(tokens)))
+
+
+def test_a_predictor_follows_the_request_and_is_timed_apart(engine):
+    made: list[Recorded] = []
+
+    def make() -> Any:
+        made.append(Recorded(engine.spec))
+        return made[-1]
+
+    engine.predictors["learned"] = make
+    ids = prompt(12)
+    try:
+        steps, record, logits = run(engine, tree(predictor="learned", prefetch=True, gamma=4), ids)
+        _, plain, expected = run(engine, Method(), ids)
+    finally:
+        engine.predictors.clear()
+    assert record.tokens == plain.tokens and torch.equal(logits, expected)
+    (predictor,) = made
+    assert predictor.log[0] == ("begin", ids, 24)
+    said = [tokens for kind, *rest in predictor.log for tokens in rest if kind == "commit"]
+    assert [token for tokens in said for token in tokens] == record.tokens
+    roots = [rest[0] for kind, *rest in predictor.log if kind == "predict"]
+    assert roots == [ids[-1], *(step.tokens[-1] for step in steps[:-1])]
+    assert all(step.predict_s is not None and step.draft_s >= 0 for step in steps)
+
+
+def test_the_oracle_knows_the_routing_of_every_verified_node(engine, tiny_folder):
+    recording: Recording = {}
+    second = make_engine(tiny_folder(), dtype=torch.bfloat16)
+    method, ids = tree(selector="oracle", predictor="oracle", gamma=4), prompt(12)
+    try:
+        engine.predictors["oracle"] = lambda: OraclePredictor(recording, second)
+        first = run(engine, method, ids)
+        engine.predictors["oracle"] = lambda: OraclePredictor(recording)  # replayed: nothing is run for it
+        steps, record, logits = run(engine, method, ids)
+        _, plain, expected = run(engine, Method(), ids)
+    finally:
+        engine.predictors.clear()
+    assert record.tokens == plain.tokens == first[1].tokens and torch.equal(logits, expected)
+    assert all(step.router_overlap == step.router_slots for step in steps)
+
+
+def test_a_predictor_that_is_not_loaded_is_an_error(engine):
+    for name in ("learned", "oracle"):
+        with pytest.raises(MoexpError, match=f"no {name} predictor is loaded"):
+            run(engine, tree(predictor=name), prompt(5))

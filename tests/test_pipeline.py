@@ -239,7 +239,7 @@ def test_a_full_disk_ends_training_in_one_line_and_loses_nothing(home: Path, mon
 
 @pytest.fixture
 def no_tables(monkeypatch) -> list[Any]:
-    from moexp.bench import draftexpert
+    from moexp.bench import tables as bench_tables
 
     asked: list[Any] = []
 
@@ -247,7 +247,7 @@ def no_tables(monkeypatch) -> list[Any]:
         asked.append(recipe.name)
         return [Path("table_2.md")]
 
-    monkeypatch.setattr(draftexpert, "run_bench", run_bench)
+    monkeypatch.setattr(bench_tables, "run_bench", run_bench)
     return asked
 
 

@@ -150,7 +150,7 @@ def test_overrides_are_applied_in_order_and_parsed_as_yaml():
         ("draft=3", "bad value for draft: 3 .*a mapping"),
         ("decode.budget=all", "bad value for decode.budget: .*a valid integer or 'cache'"),
         ("decode.prefetch=yes", 'bad value for decode.prefetch: "yes"'),
-        ("decode.drafter=eagle", "'ar', 'top-r', 'draft-expert' or 'target'"),
+        ("decode.drafter=eagle", "'ar', 'top-r', 'draft-expert', 'head' or 'target'"),
         ("bench.workloads=[chat, 3]", "bad value for bench.workloads: 3"),
         ("store.pace.latency_us=3", "missing value for store.pace.bandwidth_gb_s"),
         ("target.carve.top_k=65", "top_k .65. is larger than routed_experts .64."),

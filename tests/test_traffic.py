@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moexp.papers import load_paper
-from moexp.sim.traffic import TrafficModel, uniform_union
+from moexp.sim.traffic import TrafficModel
 
 # MoE layers and megabytes an expert as the paper has them; the resident gigabytes are the constant that fits both rows.
 MODELS = {
@@ -31,11 +29,3 @@ def test_the_papers_gigabytes_follow_from_its_own_expert_counts(model: str):
 def test_bytes_and_experts_are_each_others_inverse(experts: float, layers: int):
     model = TrafficModel(layers, 1e6, 5e8)
     assert model.experts_per_layer(model.step_bytes(experts)) == pytest.approx(experts, abs=1e-3)
-
-
-def test_uniform_unions_are_those_of_enumeration():
-    choices = list(itertools.combinations(range(5), 2))
-    unions = [len({*one, *two}) for one, two in itertools.product(choices, repeat=2)]
-    assert uniform_union(5, 2, 2) == pytest.approx(sum(unions) / len(unions))
-    assert uniform_union(256, 8, 4) == pytest.approx(30.53, abs=0.01)  # DeepSeek-V3.1's reported 31.4 lies above it
-    assert uniform_union(64, 6, 1) == 6

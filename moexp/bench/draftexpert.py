@@ -26,77 +26,30 @@ from moexp.bench.draftexpert_data import (
     TOP_R,
     TRUNCATED,
 )
-from moexp.bench.draftexpert_tables import TABLES
 from moexp.bench.measure import measure_on
 from moexp.bench.platforms import Platform, find_platform
 from moexp.bench.runner import make_jobs, select_prompts, tuning_prompts
 from moexp.compute import prepare
-from moexp.errors import MoexpError
 from moexp.recipe import Recipe
-from moexp.report import check_paper, run_folder, write_tables
 from moexp.rundir import RunDir
 from moexp.runtime.method import Method
 from moexp.schema import DecodeSection
 from moexp.target.draft_expert import DraftExperts, read_header
 from moexp.target.load import Target, target_identity
 
-VALID_TABLES = ", ".join([*map(str, TABLES), "all"])
 TIMED, COUNTED, TRAINED = (2, 3, 4), (3,), (5,)  # tables that need the platforms, the resident run, the ablation
 
 
-def run_bench(
-    recipe: Recipe,
-    tables: Collection[int] = tuple(TABLES),
-    *,
-    paper: str = "draftexpert",
-    out: Path | None = None,
-    results: Path = Path("results"),
-) -> list[Path]:
-    """Measures what `tables` need and is not measured yet, then writes the tables.
-
-    Args:
-        recipe: names target, draft experts, decoding and platforms.
-        tables: numbers, 2 to 6.
-        paper: whose tables.
-        out: folder of the raw records, in place of one under $MOEXP_HOME.
-        results: tables go to `results/<recipe>/<paper>`.
-
-    Returns:
-        the files of the tables asked for.
+def run_draftexpert(recipe: Recipe, tables: Collection[int], folder: Path) -> None:
+    """Measures what the tables need and the run folder does not hold yet.
 
     Raises:
-        MoexpError: an unknown paper, table or platform, or an earlier stage is missing.
+        MoexpError: an unknown platform, or an earlier stage is missing.
     """
-    check_paper(paper)
-    check_tables(tables)
     platforms = [find_platform(name) for name in recipe.bench.platforms]
-    folder = run_folder(recipe, out)
     if set(tables) - {6}:
         with RunDir(folder, recipe):
             measure(recipe, tables, platforms, folder)
-    return write_tables(recipe, paper, folder, results, tables)
-
-
-def parse_tables(text: str) -> tuple[int, ...]:
-    """The tables that `--table` names: a number, or `all`.
-
-    Raises:
-        MoexpError: neither, or a table that is not measured here.
-    """
-    if text == "all":
-        return tuple(TABLES)
-    numbers = (int(text),) if text.isdecimal() else ()
-    if not numbers:
-        raise MoexpError(f"no table {text!r} to measure", where="--table", valid=VALID_TABLES)
-    check_tables(numbers)
-    return numbers
-
-
-def check_tables(tables: Collection[int]) -> None:
-    """MoexpError unless these tables are measured here."""
-    for number in tables:
-        if number not in TABLES:
-            raise MoexpError(f"no table {number} to measure", where="--table", valid=VALID_TABLES)
 
 
 def measure(recipe: Recipe, tables: Collection[int], platforms: list[Platform], folder: Path) -> None:

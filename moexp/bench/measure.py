@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from moexp.bench.runner import Job, PromptEngine, begin_run, is_complete, run_me
 from moexp.progress import stage
 from moexp.provenance import collect_provenance
 from moexp.report import PROBE, PROVENANCE, read_json
+from moexp.runtime.forward import Engine
 from moexp.runtime.method import Method
 from moexp.runtime.store import ExpertStore
 from moexp.runtime.verify import Sampling
@@ -39,6 +40,7 @@ def measure_on(
     threads: int,
     title: str = "",
     probed: dict[str, Any] | None = None,
+    engines: Callable[[ExpertStore], Callable[[Method], Engine]] | None = None,
 ) -> None:
     """Decodes all jobs by all methods on a platform into `place`, unless they are there already.
 
@@ -50,6 +52,7 @@ def measure_on(
         threads: torch's, for the records.
         probed: the platform's probe, if it is known; by default it is probed here, and the disk sampled while the
             methods run.
+        engines: gives each method its engine over the platform's store; by default one for all.
     """
     settings = {
         "tag": platform.tag,
@@ -71,7 +74,7 @@ def measure_on(
     link = known["bandwidth_bytes_s"][0] if platform.paced else None
     with opened_store(target, store_section(platform, base, link)) as store:
         run_methods(
-            PromptEngine(target, store, draft_experts=experts),
+            PromptEngine(target, store, draft_experts=experts) if engines is None else engines(store),
             jobs,
             methods,
             sampling,

@@ -119,7 +119,7 @@ def is_complete(done: Collection[tuple[int, str]], jobs: Sequence[Job], methods:
 
 
 def run_methods(
-    engine: Engine,
+    engine: Engine | Callable[[Method], Engine],
     jobs: Sequence[Job],
     methods: Sequence[Method],
     sampling: Sampling,
@@ -136,7 +136,7 @@ def run_methods(
     """Decodes every job by every method and appends the records to `folder`.
 
     Args:
-        engine: with the platform's store.
+        engine: with the platform's store; or a function that gives each method its own, over the same store.
         methods: their labels must differ.
         done: pairs (request, method) to skip, as `begin_run` gives them.
         warmup: jobs decoded first, not counted, `warmup_tokens` each by every method.
@@ -146,6 +146,7 @@ def run_methods(
     assert len(set(labels)) == len(labels), labels
     total = len(jobs) * len(methods)
     measured = 0
+    engine_of: Callable[[Method], Engine] = (lambda method: engine) if isinstance(engine, Engine) else engine
     with (
         RecordWriter(folder / STEPS) as steps_file,
         RecordWriter(folder / REQUESTS) as requests_file,
@@ -153,7 +154,7 @@ def run_methods(
     ):
         for job in warmup:
             for method in methods:
-                _decode(engine, job, method, sampling, min(warmup_tokens, max_new_tokens), stop_ids)
+                _decode(engine_of(method), job, method, sampling, min(warmup_tokens, max_new_tokens), stop_ids)
         for place, job in enumerate(jobs):
             before = measured
             prefill_s: float | None = None
@@ -161,7 +162,7 @@ def run_methods(
                 method = methods[(place + turn) % len(methods)]
                 if (job.request, method.label) in done:
                     continue
-                steps, record = _decode(engine, job, method, sampling, max_new_tokens, stop_ids)
+                steps, record = _decode(engine_of(method), job, method, sampling, max_new_tokens, stop_ids)
                 prefill_s = record.prefill_s if prefill_s is None else prefill_s
                 for step in steps:
                     steps_file.write(step)

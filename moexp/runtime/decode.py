@@ -86,7 +86,7 @@ def decode(
     begin_s = time.perf_counter()
     engine.start(len(prompt_ids) + max_new_tokens)
     engine.prefill(prompt_ids[:-1])
-    loop = make_loop(engine, method, sampling, frozenset(stop_ids), prompt_ids)
+    loop = make_loop(engine, method, sampling, frozenset(stop_ids), prompt_ids, max_new_tokens)
     if isinstance(loop, TreeLoop):
         loop.on_tree = on_tree
     prefill_s = time.perf_counter() - begin_s
@@ -122,12 +122,17 @@ def decode(
 
 
 def make_loop(
-    engine: Engine, method: Method, sampling: Sampling, stop_ids: frozenset[int], prompt_ids: Sequence[int]
+    engine: Engine,
+    method: Method,
+    sampling: Sampling,
+    stop_ids: frozenset[int],
+    prompt_ids: Sequence[int],
+    max_new_tokens: int,
 ) -> Loop:
     """The loop of a method on a request whose prompt is prefilled but for its last token."""
     if method.tree is None:
         return ChainLoop(engine, method, sampling, stop_ids)
-    return TreeLoop(engine, method, sampling, stop_ids, prompt_ids)
+    return TreeLoop(engine, method, sampling, stop_ids, prompt_ids, max_new_tokens)
 
 
 def decode_all(

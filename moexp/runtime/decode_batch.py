@@ -103,7 +103,7 @@ def _start(
     for request, ids in enumerate(prompts):
         engine.lane = lane = engine.new_lane()
         Engine.prefill(engine, ids[:-1])  # not an engine's that keeps its last prompt: lanes are new
-        loop = make_loop(engine, method, sampling, stop_ids, ids)
+        loop = make_loop(engine, method, sampling, stop_ids, ids, max_new_tokens)
         rows.append(_Row(request, lane, loop, ids[-1], [], len(ids)))
     return rows
 
@@ -127,7 +127,7 @@ def _cycle(engine: Engine, rows: Sequence[_Row], max_new_tokens: int, number: in
     outs = engine.run_many([one.block for one in prepared], [row.lane for row in rows], rows[0].loop.path)
     verified_s = time.perf_counter()
     union = union_size(np.concatenate([out.routing_LBk for out in outs], axis=1), engine.spec.num_experts)
-    records = []
+    records, predict_s = [], 0.0
     for row, one, out in zip(rows, prepared, outs, strict=True):
         engine.lane = row.lane
         record, _ = row.loop.finish(one, out, row.request, number)
@@ -138,6 +138,7 @@ def _cycle(engine: Engine, rows: Sequence[_Row], max_new_tokens: int, number: in
         elif len(row.tokens) == max_new_tokens:
             row.finish = "length"
         records.append(record)
+        predict_s += record.predict_s or 0.0
     end_s = time.perf_counter()
     counters = (store.counters - before).as_dict()
     for row in rows:
@@ -147,7 +148,8 @@ def _cycle(engine: Engine, rows: Sequence[_Row], max_new_tokens: int, number: in
             record,
             batch=len(rows),
             unique_verify=union,
-            draft_s=drafted_s - begin_s,
+            draft_s=drafted_s - begin_s - predict_s,
+            predict_s=predict_s or None,
             verify_s=verified_s - drafted_s,
             cycle_s=end_s - begin_s,
             store=counters,

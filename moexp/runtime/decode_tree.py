@@ -22,6 +22,7 @@ from moexp.runtime.drafters import draft_path, routing_overlap, union_size, unti
 from moexp.runtime.forward import VERIFY, Block, Engine, StepOut
 from moexp.runtime.head_drafter import HeadTreeDrafter
 from moexp.runtime.method import Method
+from moexp.runtime.predictors import ExpertPredictor, NoPredictor
 from moexp.runtime.tree import DraftTree, TreeBuilder, TreeShape
 from moexp.runtime.tree_select import SelectorOptions, Words, make_selector, pack_experts, select
 from moexp.runtime.tree_verify import verify_tree
@@ -103,6 +104,7 @@ class PreparedTree(Prepared):
         nodes: of the grown tree, in the order of the block.
         costs: layer-experts that each of them added when it was picked; empty without predicted experts.
         unique_draft: layer-experts that drafting touched.
+        predict_s: seconds that a predictor of its own took.
         routing: predicted experts [L, k], by row of the block.
         covered_LW: experts that are covered with it, for the next request of a batch.
     """
@@ -112,6 +114,7 @@ class PreparedTree(Prepared):
     nodes: list[int]
     costs: dict[int, int]
     unique_draft: int
+    predict_s: float | None
     routing: dict[int, np.ndarray]
     covered_LW: Words | None
 
@@ -139,7 +142,13 @@ class TreeLoop:
     path = VERIFY
 
     def __init__(
-        self, engine: Engine, method: Method, sampling: Sampling, stop_ids: frozenset[int], prompt_ids: Sequence[int]
+        self,
+        engine: Engine,
+        method: Method,
+        sampling: Sampling,
+        stop_ids: frozenset[int],
+        prompt_ids: Sequence[int],
+        max_new_tokens: int,
     ) -> None:
         assert method.tree is not None
         self.engine, self.method, self.sampling, self.stop_ids = engine, method, sampling, stop_ids
@@ -151,6 +160,8 @@ class TreeLoop:
             self.drafter = HeadTreeDrafter(engine, self.plan.shape, prompt_ids)
         else:
             self.drafter = SelfTreeDrafter(engine, method)
+        self.predictor: ExpertPredictor = engine.predictors.get(self.plan.predictor, NoPredictor)()
+        self.predictor.begin(prompt_ids, max_new_tokens)
         self.selector = make_selector(
             self.plan.selector,
             SelectorOptions(self.plan.epsilon, method.tau, None if method.budget == "cache" else method.budget),
@@ -167,6 +178,12 @@ class TreeLoop:
         base = engine.length
         tree, routing = self._grow(pending, room - 1)
         engine.rollback(base)
+        unique_draft = self._unique_draft(routing)
+        grown_s = time.perf_counter()
+        predicted = self.predictor.predict(tree)
+        predict_s = None if predicted is None else time.perf_counter() - grown_s
+        if predicted is not None:
+            routing = dict(enumerate(predicted))
         nodes, costs, covered_LW = self._select(tree, routing, covered_LW)
         block = tree.take(nodes)
         if self.method.prefetch:
@@ -182,7 +199,8 @@ class TreeLoop:
             grown=tree,
             nodes=nodes,
             costs=costs,
-            unique_draft=self._unique_draft(routing),
+            unique_draft=unique_draft,
+            predict_s=predict_s,
             routing=kept,
             covered_LW=covered_LW,
         )
@@ -197,6 +215,7 @@ class TreeLoop:
         kept = list(verdict.path[: len(emitted)])
         engine.commit(kept)  # the last emitted token is pending: it has no keys and values yet
         self.drafter.committed(kept, emitted)
+        self.predictor.commit(emitted)
         end_s = time.perf_counter()
         if self.on_tree is not None:
             self.on_tree(
@@ -221,7 +240,8 @@ class TreeLoop:
             router_overlap=overlap,
             router_slots=slots,
             tree_nodes=len(prepared.grown),
-            draft_s=prepared.drafted_s - prepared.begin_s,
+            draft_s=prepared.drafted_s - prepared.begin_s - (prepared.predict_s or 0.0),
+            predict_s=prepared.predict_s,
             verify_s=verified_s - prepared.drafted_s,
             cycle_s=end_s - prepared.begin_s,
         )

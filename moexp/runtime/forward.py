@@ -11,10 +11,10 @@ Shape suffixes: T rows of a block (B live ones of it), H hidden size, V vocabula
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from moexp.runtime.store import ExpertStore
 from moexp.target.draft_expert import DraftExperts
 from moexp.target.draft_head import DraftHead
 from moexp.target.load import Target
+
+if TYPE_CHECKING:
+    from moexp.runtime.predictors import ExpertPredictor
 
 PREFILL = StepPath("prefill")
 AR = StepPath("ar")
@@ -110,6 +113,7 @@ class Engine:
             keys in runs of 512, and in fp32 a row's bits depend on the length of its last run).
         draft_experts: for paths that use them.
         draft_head: for tree drafters that read the target's hidden states, which steps then keep (`take_features`).
+        predictors: what makes an expert predictor for one request, by name ("learned", "oracle").
         restructured: use the restructured attention, routing and feed-forward where the family has them;
             otherwise transformers' own modules throughout.
         pack: keep packed copies of the resident weights (bf16 on CPU only).
@@ -126,6 +130,7 @@ class Engine:
         kv_multiple: int | None = None,
         draft_experts: LayerDrafts | None = None,
         draft_head: DraftHead | None = None,
+        predictors: Mapping[str, Callable[[], ExpertPredictor]] | None = None,
         restructured: bool = True,
         pack: bool = True,
     ) -> None:
@@ -137,6 +142,7 @@ class Engine:
         self.dtype, self.device = target.dtype, target.device
         self.kv_multiple = kv_multiple or (512 if self.dtype == torch.float32 else 128)
         self.draft_experts, self.draft_head = draft_experts, draft_head
+        self.predictors = dict(predictors or {})
         # Latent attention has as many expanded key heads as query heads, whatever its config calls them.
         latent = hasattr(target.model.config, "kv_lora_rank")
         self._group = 1 if latent else self.spec.num_heads // self.spec.num_kv_heads

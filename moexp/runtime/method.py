@@ -14,7 +14,7 @@ from moexp.runtime.tree_select import SelectorOptions, make_selector
 if TYPE_CHECKING:
     from moexp.runtime.forward import Engine
 
-PREDICTORS = ("draft-router", "none")
+PREDICTORS = ("draft-router", "learned", "oracle", "none")
 HEAD = "head"  # the drafter that reads the target's hidden states
 
 
@@ -27,7 +27,8 @@ class TreePlan:
         selector: a key of `tree_select.SELECTORS`.
         gamma: nodes verified, the pending token included.
         epsilon: of the selectors by cost.
-        predictor: whose expert sets selection and prefetch go by.
+        predictor: whose expert sets selection and prefetch go by: the draft router's, those of a model trained to
+            predict them, the target's own (recorded: a bound, not a method), or nobody's.
     """
 
     shape: TreeShape = field(default_factory=TreeShape)
@@ -106,7 +107,7 @@ def check_method(method: Method, engine: Engine) -> None:
     if not 1 <= method.r <= engine.spec.top_k:
         raise MoexpError(f"r = {method.r}", where="decode.r", valid=f"1 to {engine.spec.top_k}")
     if method.tree is not None:
-        _check_tree(method.tree, engine.block, method.drafter)
+        _check_tree(method.tree, engine, method.drafter)
     Truncation(method.policy)
     if method.tree is None and not 1 <= method.max_draft < engine.block:
         raise MoexpError(
@@ -118,13 +119,18 @@ def check_method(method: Method, engine: Engine) -> None:
         raise MoexpError("no draft experts are loaded", where="decode.drafter", valid="train them, or top-r")
 
 
-def _check_tree(plan: TreePlan, block: int, drafter: str) -> None:
+def _check_tree(plan: TreePlan, engine: Engine, drafter: str) -> None:
+    block = engine.block
     selector = make_selector(plan.selector, SelectorOptions(plan.epsilon))
     if plan.predictor not in PREDICTORS:
         raise MoexpError(f"unknown predictor {plan.predictor!r}", where="decode.predictor", valid=", ".join(PREDICTORS))
     if drafter == HEAD and plan.predictor == "draft-router":
-        raise MoexpError("a head has no draft router", where="decode.predictor", valid="none")
-    if selector.needs == "recorded" or (selector.needs == "predicted" and plan.predictor == "none"):
+        raise MoexpError("a head has no draft router", where="decode.predictor", valid="learned, oracle, none")
+    if plan.predictor in ("learned", "oracle") and plan.predictor not in engine.predictors:
+        found = f"no {plan.predictor} predictor is loaded"
+        raise MoexpError(found, where="decode.predictor", valid="train one, or none")
+    lacking = {"none": False, "predicted": plan.predictor == "none", "recorded": plan.predictor != "oracle"}
+    if lacking[selector.needs]:
         raise MoexpError(
             f"selector {plan.selector} with predictor {plan.predictor}",
             where="decode.selector",

@@ -1,4 +1,4 @@
-"""How many bytes a verification step reads, from how many experts it touches (EcoSpec, Table 2), and what chance gives.
+"""How many bytes a verification step reads, from how many experts it touches (EcoSpec, Table 2).
 
 A step reads every non-expert weight once and each expert of the block's union once:
 bytes = resident + MoE layers x E x bytes an expert. The paper's figures follow from its own E in this way, with the
@@ -31,10 +31,3 @@ class TrafficModel:
     def experts_per_layer(self, step_bytes: float) -> float:
         """The E that a step of so many bytes would have touched."""
         return (step_bytes - self.resident_bytes) / (self.moe_layers * self.expert_bytes)
-
-
-def uniform_union(num_experts: int, top_k: int, tokens: float) -> float:
-    """E expected of `tokens` tokens that choose `top_k` of `num_experts` uniformly and independently:
-    n (1 - (1 - k/n)^t). Tokens of one text share experts, so real routing stays below it.
-    """
-    return num_experts * (1.0 - (1.0 - top_k / num_experts) ** tokens)

@@ -1,0 +1,195 @@
+"""What EcoSpec's tables need, measured: trees of every trained drafter with every selection, interleaved on one store.
+
+Drafters: the heads that `moexp train-drafter` made, and the target on its draft-expert path. Each selects by confidence
+(the baseline) and by marginal cost (EcoSpec), from the same trees; heads ask the learned predictor for expert sets, the
+draft-expert path its own router. Experts are cold on the local disk, as for DraftExpert's tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from moexp import atomic
+from moexp.artifacts import (
+    draft_folder,
+    find_target,
+    head_folder,
+    open_draft_experts,
+    open_draft_head,
+    open_predictor,
+    open_target,
+    opened_store,
+)
+from moexp.bench.ecospec_data import AR, DRAFT_EXPERT, ECOSPEC, GAMMA, GLOBAL, ORACLE, T0, T1, TARGET, method_name
+from moexp.bench.measure import measure_on
+from moexp.bench.platforms import find_platform
+from moexp.bench.runner import PromptEngine, make_jobs, select_prompts, tuning_prompts
+from moexp.compute import prepare
+from moexp.errors import MoexpError
+from moexp.recipe import Recipe
+from moexp.rundir import RunDir
+from moexp.runtime.method import HEAD, Method, TreePlan
+from moexp.runtime.predictors import ExpertPredictor, LearnedPredictor, OraclePredictor
+from moexp.runtime.store import ExpertStore
+from moexp.runtime.tree import TreeShape
+from moexp.runtime.verify import Sampling
+from moexp.schema import StoreSection
+from moexp.target.load import Target, target_identity
+
+HEADS = {"eagle3": "EAGLE-3", "mtp": "MTP", "gto": "GTO"}
+PLATFORM = "local-disk"
+SWEEP_HEAD = "eagle3"  # whose gamma is swept, and whose selections are compared
+
+
+def run_ecospec(recipe: Recipe, tables: Collection[int], folder: Path) -> None:
+    """Measures what the tables need and the run folder does not hold yet.
+
+    Raises:
+        MoexpError: no head or no predictor is trained.
+    """
+    threads = prepare(recipe.threads)
+    target = open_target(recipe, padded=True)
+    heads = trained_heads(recipe)
+    section = recipe.ecospec
+    with RunDir(folder, recipe):
+        _describe(recipe, target, folder)
+        bench = _Bench(recipe, target, heads, folder, threads)
+        plain = {0.0: T0, 1.0: T1}
+        for temperature in section.temperatures:
+            if temperature == 0.0 or set(tables) & {1}:
+                bench.run(plain.get(temperature, f"t{temperature:g}"), main_methods(recipe, heads), temperature)
+        if set(tables) & {11} and SWEEP_HEAD in heads:
+            for gamma in section.gammas:
+                if gamma != section.gamma:
+                    methods = [Method(name=AR), *_pair(recipe, SWEEP_HEAD, gamma)]
+                    bench.run(f"{GAMMA}{gamma}", methods, 0.0)
+
+
+def trained_heads(recipe: Recipe) -> list[str]:
+    """The kinds of the recipe's heads that are trained.
+
+    Raises:
+        MoexpError: none is.
+    """
+    found = [kind for kind in HEADS if head_folder(_with_head(recipe, kind)).exists()]
+    if not found:
+        raise MoexpError(
+            "no draft head is trained", where=str(head_folder(recipe)), valid="run: moexp train-drafter --recipe ..."
+        )
+    return found
+
+
+def main_methods(recipe: Recipe, heads: Collection[str]) -> list[Method]:
+    """AR, each drafter by confidence and by marginal cost, and the other selections of one head."""
+    section = recipe.ecospec
+    methods = [Method(name=AR)]
+    for kind in heads:
+        methods += _pair(recipe, kind, section.gamma)
+    methods += [
+        _tree(recipe, "draft-expert", DRAFT_EXPERT, "", "confidence", "none", section.gamma),
+        _tree(recipe, "draft-expert", DRAFT_EXPERT, ECOSPEC, "marginal-cost", "draft-router", section.gamma),
+    ]
+    if SWEEP_HEAD in heads:
+        name = HEADS[SWEEP_HEAD]
+        methods += [
+            _tree(recipe, HEAD, name, GLOBAL, "global-cost", "learned", section.gamma),
+            _tree(recipe, HEAD, name, ORACLE, "oracle", "oracle", section.gamma),
+        ]
+    return methods
+
+
+def _pair(recipe: Recipe, kind: str, gamma: int) -> list[Method]:
+    return [
+        _tree(recipe, HEAD, HEADS[kind], "", "confidence", "none", gamma),
+        _tree(recipe, HEAD, HEADS[kind], ECOSPEC, "marginal-cost", "learned", gamma),
+    ]
+
+
+def _tree(recipe: Recipe, drafter: str, name: str, strategy: str, selector: str, predictor: str, gamma: int) -> Method:
+    section = recipe.ecospec
+    plan = TreePlan(TreeShape(section.steps, section.width, section.width), selector, gamma, section.epsilon, predictor)
+    return Method(drafter, tree=plan, name=method_name(name, strategy))
+
+
+class _Bench:
+    """Engines for all drafters over whatever store a run opens."""
+
+    def __init__(self, recipe: Recipe, target: Target, heads: Collection[str], folder: Path, threads: int) -> None:
+        self.recipe, self.target, self.folder, self.threads = recipe, target, folder, threads
+        self.experts = open_draft_experts(recipe, target)
+        self.heads = {HEADS[kind]: open_draft_head(_with_head(recipe, kind), target) for kind in heads}
+        predictor = open_predictor(recipe, target)
+        self.learned: Callable[[], ExpertPredictor] = lambda: LearnedPredictor(_session(predictor))
+
+    def run(self, place: str, methods: list[Method], temperature: float) -> None:
+        """Decodes all prompts by all methods into the folder's part `place`."""
+        recipe, section = self.recipe, self.recipe.ecospec
+        jobs = make_jobs(select_prompts(recipe.bench.workloads, section.prompts), self.target.tokenizer)
+        with opened_store(self.target, StoreSection(kind="resident")) as resident:
+            measure_on(
+                find_platform(PLATFORM),
+                self.target,
+                self.experts,
+                self.folder / place,
+                jobs=jobs,
+                methods=methods,
+                sampling=Sampling(temperature=temperature, seed=recipe.seed),
+                max_new_tokens=section.max_new_tokens,
+                warmup=make_jobs(tuning_prompts(recipe.bench.warmup_prompts), self.target.tokenizer),
+                base=recipe.store,
+                draft_weights=draft_folder(recipe),
+                threads=self.threads,
+                title=f"EcoSpec {place}",
+                engines=lambda store: self._engines(store, resident),
+            )
+
+    def _engines(self, store: ExpertStore, resident: ExpertStore) -> Callable[[Method], PromptEngine]:
+        """One engine a drafter, all over the same store."""
+        oracle = PromptEngine(self.target, resident)
+        predictors = {"learned": self.learned, "oracle": lambda: OraclePredictor({}, oracle)}
+        plain = PromptEngine(self.target, store, draft_experts=self.experts, predictors=predictors)
+        by_head = {
+            name: PromptEngine(self.target, store, draft_head=head, predictors=predictors)
+            for name, head in self.heads.items()
+        }
+
+        def engine_of(method: Method) -> PromptEngine:
+            if method.drafter != HEAD:
+                return plain
+            return next(engine for name, engine in by_head.items() if method.label.startswith(name))
+
+        return engine_of
+
+
+def _session(model: Any) -> Any:
+    from moexp.learn.predictor_model import PredictorSession
+
+    return PredictorSession(model)
+
+
+def _with_head(recipe: Recipe, kind: str) -> Recipe:
+    """The recipe with its head of this kind: the one that a recipe of that name would train."""
+    return recipe.model_copy(update={"head": recipe.head.model_copy(update={"kind": kind})})
+
+
+def _describe(recipe: Recipe, target: Target, folder: Path) -> None:
+    """Keeps what the tables need to know of the target."""
+    spec, index = target.spec, target.index
+    resident = sum(value.numel() * value.element_size() for value in target.model.parameters() if not value.is_meta)
+    atomic.write_json(folder / TARGET, {
+        "name": recipe.name,
+        "fingerprint": target_identity(find_target(recipe)),
+        "num_experts": spec.num_experts,
+        "top_k": spec.top_k,
+        "num_shared": spec.num_shared,
+        "layers": spec.num_layers,
+        "moe_layers": len(spec.moe_layers),
+        "max_positions": spec.max_positions,
+        "expert_bytes": index.expert_bytes,
+        "expert_width": spec.expert_width,
+        "resident_bytes": resident,
+        "gamma": recipe.ecospec.gamma,
+        "epsilon": recipe.ecospec.epsilon,
+    })  # fmt: skip

@@ -1,0 +1,88 @@
+"""What a run folder of EcoSpec's measurements holds, and the names in its records. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from moexp import metrics
+from moexp.metrics import Interval, Ratio
+from moexp.report import Arm, Measured, load_measured, read_json
+
+AR, DRAFT_EXPERT = "ar", "draft-expert"
+ECOSPEC, GLOBAL, ORACLE = "EcoSpec", "global cost", "oracle"
+T0, T1, GAMMA = "t0", "t1", "gamma-"
+TARGET = "ecospec_target.json"
+
+
+def method_name(drafter: str, strategy: str) -> str:
+    """A method's label: its drafter, and the selection unless it is by confidence."""
+    return f"{drafter} + {strategy}" if strategy else drafter
+
+
+def parts_of(label: str) -> tuple[str, str]:
+    """The drafter and the selection of a label ("confidence" for the baseline)."""
+    drafter, _, strategy = label.partition(" + ")
+    return drafter, strategy or "confidence"
+
+
+@dataclass
+class EcoRun:
+    """A run folder, read.
+
+    Attributes:
+        target: geometry and sizes.
+        by_temperature: the main runs.
+        by_gamma: the sweep, the main run's own gamma included.
+        samples: of the bootstrap.
+    """
+
+    target: dict[str, Any]
+    by_temperature: dict[float, Measured] = field(default_factory=dict)
+    by_gamma: dict[int, Measured] = field(default_factory=dict)
+    samples: int = 2000
+
+    def over(self, arms: list[Arm], of: Any) -> Interval:
+        """A ratio, pooled over prompts."""
+        return metrics.bootstrap([of(arm) for arm in arms], samples=self.samples)
+
+    def speedup(self, arms: dict[int, Arm], ar: dict[int, Arm]) -> Interval:
+        """Tokens a second over AR's, prompts drawn together."""
+        pairs = [
+            (metrics.tokens_per_s([arm.request]), metrics.tokens_per_s([ar[number].request]))
+            for number, arm in arms.items()
+            if number in ar
+        ]
+        return metrics.bootstrap_quotient(pairs, samples=self.samples)
+
+
+def load_eco_run(folder: Path, samples: int = 2000) -> EcoRun:
+    """Reads a run folder; what is not measured yet is left out."""
+    run = EcoRun(read_json(folder / TARGET) or {}, samples=samples)
+    for temperature, place in ((0.0, T0), (1.0, T1)):
+        found = load_measured(folder / place)
+        if found is not None:
+            run.by_temperature[temperature] = found
+    for path in sorted(folder.glob(f"{GAMMA}*")):
+        found = load_measured(path)
+        if found is not None:
+            run.by_gamma[int(path.name.removeprefix(GAMMA))] = found
+    if 0.0 in run.by_temperature and "gamma" in run.target:
+        run.by_gamma[int(run.target["gamma"])] = run.by_temperature[0.0]
+    return run
+
+
+def nodes_verified(arm: Arm) -> Ratio:
+    """Rows of a verification step, the pending token included."""
+    return metrics.pooled(Ratio(step.drafted + 1, 1) for step in arm.steps)
+
+
+def predict_time(arm: Arm) -> Ratio:
+    """Seconds of a predictor of its own, a cycle."""
+    return metrics.pooled(Ratio(step.predict_s, 1) for step in arm.steps if step.predict_s is not None)
+
+
+def bytes_moved(arm: Arm) -> Ratio:
+    """Bytes that the store read, a cycle."""
+    return metrics.pooled(Ratio(step.store["read_bytes"], 1) for step in arm.steps if "read_bytes" in step.store)

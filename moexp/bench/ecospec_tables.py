@@ -1,0 +1,251 @@
+"""EcoSpec's tables from the raw records of a run folder, beside the paper's own figures. Nothing is run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from moexp import metrics
+from moexp.bench.ecospec_data import (
+    AR,
+    ECOSPEC,
+    GLOBAL,
+    ORACLE,
+    EcoRun,
+    bytes_moved,
+    load_eco_run,
+    nodes_verified,
+    parts_of,
+    predict_time,
+)
+from moexp.papers import Paper, load_paper
+from moexp.report import PAPER, Measured, Row, Table, View, put, text, text_of
+from moexp.sim.traffic import TrafficModel
+
+AVERAGE = "average"
+MEASURED_COLUMNS = ("speedup", "alpha", "experts_per_layer")
+
+NOTES = (
+    "`experts_per_layer` is the paper's E: unique experts a MoE layer and verification step. `uniform` is what "
+    "independent uniform routing of as many rows would touch; tokens of one text share experts.",
+    "`speedup` is tokens (counted by ids) a second over AR's, same store, one interleaved run; intervals are 95% "
+    "bootstrap intervals over prompts. The paper's figures are of other models, with experts in GPU memory.",
+)
+
+
+def with_ends(*names: str) -> list[str]:
+    return [f"{name}{end}" for name in names for end in ("", "_lo", "_hi")]
+
+
+def measured_row(run: EcoRun, found: Measured, method: str, workload: str, temperature: float) -> Row:
+    """Speedup, alpha and E of one method on one workload (or on all of them)."""
+    arms = {n: arm for n, arm in found.arms[method].items() if workload in (arm.request.workload, AVERAGE)}
+    listed = list(arms.values())
+    row: Row = {
+        "target": run.target.get("name"),
+        "method": method,
+        "temperature": temperature,
+        "workload": workload,
+        "prompts": len(listed),
+        "tag": found.tag,
+    }
+    if method != AR:
+        put(row, "speedup", run.speedup(arms, found.arms.get(AR, {})))
+    put(row, "alpha", run.over(listed, lambda arm: metrics.alpha(arm.steps)))
+    put(row, "experts_per_layer", run.over(listed, lambda arm: metrics.experts_per_layer(arm.steps)))
+    rows = metrics.pooled(map(nodes_verified, listed)).value
+    if rows is not None:
+        experts, top_k = int(run.target["num_experts"]), int(run.target["top_k"])
+        row["uniform"] = experts * (1 - (1 - top_k / experts) ** rows)
+    return row
+
+
+def workloads_of(found: Measured) -> list[str]:
+    return list(dict.fromkeys(arm.request.workload for arms in found.arms.values() for arm in arms.values()))
+
+
+def table_1(run: EcoRun, paper: Paper) -> Table:
+    """Speedup, acceptance length and E by method, temperature and workload."""
+    columns = ["target", "method", "temperature", "workload", "prompts", "tag", "uniform"]
+    table = Table(1, paper.table(1).title, columns + with_ends(*MEASURED_COLUMNS), notes=list(NOTES))
+    for temperature, found in run.by_temperature.items():
+        table.sources.append(found)
+        shown = []
+        for method in found.arms:
+            if parts_of(method)[1] in (GLOBAL, ORACLE):
+                continue
+            rows = [measured_row(run, found, method, w, temperature) for w in [*workloads_of(found), AVERAGE]]
+            table.rows += rows
+            shown.append(cells(rows[-1], ["method", "speedup", "alpha", "experts_per_layer", "uniform"]))
+        header = ["method", "speedup", "alpha", "E", "uniform"]
+        table.views.append(View(f"{found.name} ({found.tag}), T = {temperature:g}, all workloads", header, shown))
+    add_paper(table, paper, lambda row: row["workload"] == "Average")
+    return table
+
+
+def table_2(run: EcoRun, paper: Paper) -> Table:
+    """Bytes a verification step reads: by the traffic model from E, and those that the store really moved."""
+    table = Table(
+        2, paper.table(2).title, ["target", "method", "tag", "experts_per_layer", "model_gb", "moved_gb", "read_gb"],
+        notes=[
+            "`model_gb` = resident weights + MoE layers x E x bytes an expert, E measured; `moved_gb` is what the disk "
+            "store read a cycle, for drafting and verification (resident weights stay in memory). The paper's "
+            "`read_gb` follows from its own E by the same formula."
+        ],
+    )  # fmt: skip
+    found = run.by_temperature.get(0.0)
+    if found is not None:
+        table.sources.append(found)
+        model = TrafficModel(
+            int(run.target["moe_layers"]), float(run.target["expert_bytes"]), float(run.target["resident_bytes"])
+        )
+        shown = []
+        for method, arms in found.arms.items():
+            experts = metrics.pooled(metrics.experts_per_layer(arm.steps) for arm in arms.values()).value
+            moved = metrics.pooled(map(bytes_moved, arms.values())).value
+            row: Row = {
+                "target": run.target.get("name"), "method": method, "tag": found.tag, "experts_per_layer": experts,
+                "model_gb": None if experts is None else model.step_bytes(experts) / 1e9,
+                "moved_gb": None if moved is None else moved / 1e9,
+            }  # fmt: skip
+            table.rows.append(row)
+            shown.append(cells(row, ["method", "experts_per_layer", "model_gb", "moved_gb"]))
+        table.views.append(View(f"{found.name} ({found.tag})", ["method", "E", "model GB", "moved GB"], shown))
+    add_paper(table, paper)
+    return table
+
+
+def table_3(run: EcoRun, paper: Paper) -> Table:
+    """Where a step's time goes."""
+    seconds = ["predictor_s", "draft_s", "verify_s", "step_s"]
+    columns = ["target", "method", "tag", *seconds, "experts_per_layer", "alpha", *with_ends("speedup")]
+    table = Table(3, paper.table(3).title, columns, notes=["Of AR, `step_s` is the time a token. " + NOTES[1]])
+    found = run.by_temperature.get(0.0)
+    if found is not None:
+        table.sources.append(found)
+        shown = []
+        for method, arms in found.arms.items():
+            if parts_of(method)[1] == ORACLE:
+                continue
+            row = measured_row(run, found, method, AVERAGE, 0.0)
+            steps = [step for arm in arms.values() for step in arm.steps]
+            row = {key: value for key, value in row.items() if key in columns} | {
+                "predictor_s": metrics.pooled(map(predict_time, arms.values())).value,
+                "draft_s": None if method == AR else metrics.draft_time(steps).value,
+                "verify_s": None if method == AR else metrics.verify_time(steps).value,
+                "step_s": metrics.pooled(metrics.Ratio(step.cycle_s, 1) for step in steps).value,
+            }
+            table.rows.append(row)
+            shown.append(cells(row, ["method", *seconds, "alpha", "speedup"], digits=3))
+        header = ["method", "predict s", "draft s", "verify s", "step s", "alpha", "speedup"]
+        table.views.append(View(f"{found.name} ({found.tag}), T = 0", header, shown))
+    add_paper(table, paper)
+    return table
+
+
+def table_4(run: EcoRun, paper: Paper) -> Table:
+    """Static global cost against marginal cost, of the same trees."""
+    return _selections(run, paper, 4, {"confidence", GLOBAL, ECOSPEC}, "strategy")
+
+
+def table_10(run: EcoRun, paper: Paper) -> Table:
+    """The target's own expert sets against the learned predictor's, under the same rule."""
+    return _selections(run, paper, 10, {ORACLE, ECOSPEC}, "predictor")
+
+
+def _selections(run: EcoRun, paper: Paper, number: int, strategies: set[str], key: str) -> Table:
+    columns = ["target", "method", key, "tag", "uniform", "verify_s", *with_ends(*MEASURED_COLUMNS)]
+    table = Table(number, paper.table(number).title, columns, notes=[NOTES[0]])
+    found = run.by_temperature.get(0.0)
+    if found is not None:
+        table.sources.append(found)
+        shown = []
+        compared = {parts_of(method)[0] for method in found.arms if parts_of(method)[1] in (GLOBAL, ORACLE)}
+        for method, arms in found.arms.items():
+            drafter, strategy = parts_of(method)
+            if drafter not in compared or strategy not in strategies:
+                continue
+            row = measured_row(run, found, method, AVERAGE, 0.0)
+            row = {name: value for name, value in row.items() if name in columns}
+            row[key] = strategy
+            row["verify_s"] = metrics.verify_time([step for arm in arms.values() for step in arm.steps]).value
+            if strategy == ORACLE:  # its expert sets come from running the target: no method, and no speed
+                for name in with_ends("speedup"):
+                    row[name] = None
+            table.rows.append(row)
+            shown.append(cells(row, ["method", "speedup", "alpha", "experts_per_layer", "verify_s"], digits=3))
+        header = ["method", "speedup", "alpha", "E", "verify s"]
+        table.views.append(View(f"{found.name} ({found.tag}), T = 0", header, shown))
+    add_paper(table, paper)
+    return table
+
+
+def table_11(run: EcoRun, paper: Paper) -> Table:
+    """The verification budget gamma."""
+    columns = ["target", "method", "budget", "temperature", "workload", "prompts", "tag", "uniform"]
+    table = Table(11, paper.table(11).title, columns + with_ends(*MEASURED_COLUMNS), notes=list(NOTES))
+    shown = []
+    others = [found for gamma, found in run.by_gamma.items() if gamma != run.target.get("gamma")]
+    swept = {method for found in others for method in found.arms}
+    for gamma, found in sorted(run.by_gamma.items()):
+        table.sources.append(found)
+        for method in found.arms:
+            if method == AR or method not in swept:
+                continue
+            row = measured_row(run, found, method, AVERAGE, 0.0) | {"budget": gamma}
+            table.rows.append(row)
+            shown.append([str(gamma), *cells(row, ["method", "speedup", "alpha", "experts_per_layer", "uniform"])])
+    if shown:
+        table.views.append(View("T = 0 (measured)", ["gamma", "method", "speedup", "alpha", "E", "uniform"], shown))
+    add_paper(table, paper, lambda row: row["workload"] == "Average")
+    return table
+
+
+def table_13(run: EcoRun, paper: Paper) -> Table:
+    """The targets' geometry."""
+    columns = [
+        "target", "tag", "blocks", "moe_layers", "dense_layers", "experts", "top_k", "max_context", "total_active",
+    ]  # fmt: skip
+    table = Table(13, paper.table(13).title, columns)
+    if run.target:
+        target = run.target
+        table.rows.append({
+            "target": target["name"], "tag": "measured", "blocks": target["layers"], "moe_layers": target["moe_layers"],
+            "dense_layers": target["layers"] - target["moe_layers"], "top_k": target["top_k"],
+            "experts": f"{target['num_experts']} routed + {target['num_shared']} shared",
+            "max_context": str(target["max_positions"]),
+        })  # fmt: skip
+    for row in paper.table(13).rows:
+        table.rows.append({**row, "tag": PAPER})
+    shown = [cells(row, ["target", "blocks", "moe_layers", "experts", "top_k"]) for row in table.rows]
+    table.views.append(View("", ["target", "blocks", "MoE layers", "experts", "top-k"], shown))
+    return table
+
+
+def cells(row: Row, names: Iterable[str], digits: int = 2) -> list[str]:
+    """Values as a reader wants them, with their intervals where they have any."""
+    return [text_of(row, name, 2) if f"{name}_lo" in row else text(row.get(name), digits) for name in names]
+
+
+def add_paper(table: Table, paper: Paper, shown: Callable[[dict[str, Any]], bool] = lambda row: True) -> None:
+    """The paper's rows in the CSV, and those `shown` as a view."""
+    rows = paper.table(table.number).rows
+    for row in rows:
+        table.rows.append({**row, "tag": PAPER})
+        table.columns = [*table.columns, *(name for name in row if name not in table.columns)]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    table.views.append(View("Paper", names, [[text(row.get(name)) for name in names] for row in rows if shown(row)]))
+    if not table.sources:
+        table.notes.append(f"Not measured yet: run `moexp bench --paper ecospec --table {table.number}`.")
+
+
+TABLES: dict[int, Callable[[EcoRun, Paper], Table]] = {
+    1: table_1, 2: table_2, 3: table_3, 4: table_4, 10: table_10, 11: table_11, 13: table_13,
+}  # fmt: skip
+
+
+def build_tables(folder: Path, samples: int = 2000) -> list[Table]:
+    """The tables of what a run folder holds, the paper's rows always among them."""
+    run, paper = load_eco_run(folder, samples), load_paper("ecospec")
+    return [make(run, paper) for make in TABLES.values()]

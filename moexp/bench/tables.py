@@ -1,0 +1,83 @@
+"""`moexp bench`: which tables there are of each paper, and the run that fills them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from moexp.bench import draftexpert_tables, ecospec_tables
+from moexp.errors import MoexpError
+from moexp.papers import load_paper
+from moexp.recipe import Recipe
+from moexp.report import run_folder, write_tables
+
+NUMBERS: dict[str, tuple[int, ...]] = {
+    "draftexpert": tuple(draftexpert_tables.TABLES),
+    "ecospec": tuple(ecospec_tables.TABLES),
+}
+"""Tables that are measured here, by paper."""
+
+
+def run_bench(
+    recipe: Recipe,
+    tables: Collection[int] | None = None,
+    *,
+    paper: str = "draftexpert",
+    out: Path | None = None,
+    results: Path = Path("results"),
+) -> list[Path]:
+    """Measures what `tables` need and is not measured yet, then writes the tables.
+
+    Args:
+        recipe: names target, draft experts, decoding and platforms.
+        tables: numbers; None: all that there are.
+        paper: whose tables.
+        out: folder of the raw records, in place of one under $MOEXP_HOME.
+        results: tables go to `results/<recipe>/<paper>`.
+
+    Returns:
+        the files of the tables asked for.
+
+    Raises:
+        MoexpError: an unknown paper, table or platform, or an earlier stage is missing.
+    """
+    load_paper(paper)
+    numbers = NUMBERS[paper] if tables is None else tuple(tables)
+    check_tables(numbers, paper)
+    folder = run_folder(recipe, out, paper)
+    if paper == "ecospec":
+        from moexp.bench.ecospec import run_ecospec
+
+        run_ecospec(recipe, numbers, folder)
+    else:
+        from moexp.bench.draftexpert import run_draftexpert
+
+        run_draftexpert(recipe, numbers, folder)
+    return write_tables(recipe, paper, folder, results, numbers)
+
+
+def parse_tables(text: str, paper: str = "draftexpert") -> tuple[int, ...]:
+    """The tables that `--table` names: a number, or `all`.
+
+    Raises:
+        MoexpError: neither, or a table that is not measured here; an unknown paper.
+    """
+    load_paper(paper)
+    if text == "all":
+        return NUMBERS[paper]
+    numbers = (int(text),) if text.isdecimal() else ()
+    if not numbers:
+        raise MoexpError(f"no table {text!r} to measure", where="--table", valid=_valid(paper))
+    check_tables(numbers, paper)
+    return numbers
+
+
+def check_tables(tables: Collection[int], paper: str) -> None:
+    """MoexpError unless these tables are measured here."""
+    for number in tables:
+        if number not in NUMBERS[paper]:
+            raise MoexpError(f"no table {number} to measure", where="--table", valid=_valid(paper))
+
+
+def _valid(paper: str) -> str:
+    return ", ".join([*map(str, NUMBERS[paper]), "all"])
