@@ -359,6 +359,8 @@ class EcoSpecSection(Section):
     """Nodes verified, the pending token included."""
     gammas: tuple[Positive, ...] = (3, 4, 5, 6)
     """Of the sweep (Table 11)."""
+    batches: tuple[Positive, ...] = (1, 2, 4, 8)
+    """Requests decoded together (Tables 6 and 8)."""
     epsilon: PositiveFloat = 1.0
     temperatures: tuple[NonNegativeFloat, ...] = (0.0, 1.0)
     prompts: Positive = 1

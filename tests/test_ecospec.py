@@ -19,7 +19,7 @@ CHANGES = [
     "head={steps: 1, rows: 2, unroll: 2, max_minutes: null}",
     "draft.held_out_rows=2",
     "bench={workloads: [chat, math], bootstrap_samples: 50, warmup_prompts: 0}",
-    "ecospec={max_new_tokens: 6, gammas: [2, 4], temperatures: [0.0, 1.0]}",
+    "ecospec={max_new_tokens: 6, gammas: [2, 4], batches: [1, 2], temperatures: [0.0, 1.0]}",
 ]
 
 
@@ -77,6 +77,16 @@ def test_from_training_to_tables(tmp_path: Path, monkeypatch):
     assert time["EAGLE-3 + EcoSpec"]["predictor_s"] and not time["EAGLE-3"]["predictor_s"]
     budgets = [(row["budget"], row["method"]) for row in read(results / "table_11.csv") if row["tag"] != "paper"]
     assert sorted(budgets) == [(g, m) for g in ("2", "4") for m in ("EAGLE-3", "EAGLE-3 + EcoSpec")]
+    sixth = [row for row in read(results / "table_6.csv") if row["tag"] != "paper"]
+    batches = {(row["batch_size"], row["method"]): row for row in sixth}
+    assert {size for size, _ in batches} == {"1", "2"}
+    assert float(batches["2", "ar"]["experts_per_layer"]) > float(batches["1", "ar"]["experts_per_layer"])
+    assert float(batches["2", "ar"]["speedup"]) == 1
+    rho = {(row["batch_size"], row["method"]): row["rho"] for row in read(results / "table_8.csv")}
+    assert float(rho["2", "ar"]) == 1 and float(rho["1", "EAGLE-3"]) > 0
+    levels = [row for row in read(results / "table_9.csv") if row["tag"] != "paper"]
+    assert {"converged", "oracle"} <= {row["predictor"] for row in levels}
+    assert next(float(row["overlap"]) for row in levels if row["predictor"] == "oracle") == 1
     oracle = [row for row in read(results / "table_10.csv") if row["predictor"] == "oracle" and row["tag"] != "paper"]
     assert len(oracle) == 1 and not oracle[0]["speedup"]
 

@@ -21,8 +21,21 @@ from moexp.artifacts import (
     open_predictor,
     open_target,
     opened_store,
+    predictor_folder,
 )
-from moexp.bench.ecospec_data import AR, DRAFT_EXPERT, ECOSPEC, GAMMA, GLOBAL, ORACLE, T0, T1, TARGET, method_name
+from moexp.bench.ecospec_data import (
+    AR,
+    BATCH,
+    DRAFT_EXPERT,
+    ECOSPEC,
+    GAMMA,
+    GLOBAL,
+    ORACLE,
+    T0,
+    T1,
+    TARGET,
+    method_name,
+)
 from moexp.bench.measure import measure_on
 from moexp.bench.platforms import find_platform
 from moexp.bench.runner import PromptEngine, make_jobs, select_prompts, tuning_prompts
@@ -66,6 +79,10 @@ def run_ecospec(recipe: Recipe, tables: Collection[int], folder: Path) -> None:
                     methods = [Method(name=AR), *_pair(recipe, SWEEP_HEAD, gamma)]
                     bench.run(f"{GAMMA}{gamma}", methods, 0.0)
 
+        if set(tables) & {6, 8} and SWEEP_HEAD in heads:
+            for size in section.batches:
+                bench.run(f"{BATCH}{size}", [Method(name=AR), *_pair(recipe, SWEEP_HEAD, section.gamma)], 0.0, size)
+
 
 def trained_heads(recipe: Recipe) -> list[str]:
     """The kinds of the recipe's heads that are trained.
@@ -97,6 +114,10 @@ def main_methods(recipe: Recipe, heads: Collection[str]) -> list[Method]:
             _tree(recipe, HEAD, name, GLOBAL, "global-cost", "learned", section.gamma),
             _tree(recipe, HEAD, name, ORACLE, "oracle", "oracle", section.gamma),
         ]
+        methods += [
+            _tree(recipe, HEAD, name, f"{ECOSPEC} {level}", "marginal-cost", f"learned {level}", section.gamma)
+            for level in kept_levels(recipe)
+        ]
     return methods
 
 
@@ -120,13 +141,18 @@ class _Bench:
         self.recipe, self.target, self.folder, self.threads = recipe, target, folder, threads
         self.experts = open_draft_experts(recipe, target)
         self.heads = {HEADS[kind]: open_draft_head(_with_head(recipe, kind), target) for kind in heads}
-        predictor = open_predictor(recipe, target)
-        self.learned: Callable[[], ExpertPredictor] = lambda: LearnedPredictor(_session(predictor))
+        self.learned = {"learned": _learned(open_predictor(recipe, target))}
+        for level in kept_levels(recipe):
+            self.learned[f"learned {level}"] = _learned(open_predictor(recipe, target, level))
 
-    def run(self, place: str, methods: list[Method], temperature: float) -> None:
-        """Decodes all prompts by all methods into the folder's part `place`."""
+    def run(self, place: str, methods: list[Method], temperature: float, batch: int = 1) -> None:
+        """Decodes all prompts by all methods into the folder's part `place`; of a batch run, one full batch."""
         recipe, section = self.recipe, self.recipe.ecospec
-        jobs = make_jobs(select_prompts(recipe.bench.workloads, section.prompts), self.target.tokenizer)
+        workloads, prompts, limit = recipe.bench.workloads, section.prompts, None
+        if place.startswith(BATCH):
+            limit = max(section.batches)
+            prompts = -(-limit // len(workloads))
+        jobs = make_jobs(select_prompts(workloads, prompts)[:limit], self.target.tokenizer)
         with opened_store(self.target, StoreSection(kind="resident")) as resident:
             measure_on(
                 find_platform(PLATFORM),
@@ -142,13 +168,14 @@ class _Bench:
                 draft_weights=draft_folder(recipe),
                 threads=self.threads,
                 title=f"EcoSpec {place}",
+                batch=batch,
                 engines=lambda store: self._engines(store, resident),
             )
 
     def _engines(self, store: ExpertStore, resident: ExpertStore) -> Callable[[Method], PromptEngine]:
         """One engine a drafter, all over the same store."""
         oracle = PromptEngine(self.target, resident)
-        predictors = {"learned": self.learned, "oracle": lambda: OraclePredictor({}, oracle)}
+        predictors = {**self.learned, "oracle": lambda: OraclePredictor({}, oracle)}
         plain = PromptEngine(self.target, store, draft_experts=self.experts, predictors=predictors)
         by_head = {
             name: PromptEngine(self.target, store, draft_head=head, predictors=predictors)
@@ -163,10 +190,15 @@ class _Bench:
         return engine_of
 
 
-def _session(model: Any) -> Any:
+def _learned(model: Any) -> Callable[[], ExpertPredictor]:
     from moexp.learn.predictor_model import PredictorSession
 
-    return PredictorSession(model)
+    return lambda: LearnedPredictor(PredictorSession(model))
+
+
+def kept_levels(recipe: Recipe) -> list[str]:
+    """Checkpoints of the predictor that were kept on the way to its last."""
+    return sorted(path.name for path in predictor_folder(recipe).glob("near-*") if path.is_dir())
 
 
 def _with_head(recipe: Recipe, kind: str) -> Recipe:

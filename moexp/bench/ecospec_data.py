@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moexp import metrics
 from moexp.metrics import Interval, Ratio
+from moexp.records import StepRecord
 from moexp.report import Arm, Measured, load_measured, read_json
 
-AR, DRAFT_EXPERT = "ar", "draft-expert"
+AR, DRAFT_EXPERT, GTO = "ar", "draft-expert", "GTO"
 ECOSPEC, GLOBAL, ORACLE = "EcoSpec", "global cost", "oracle"
-T0, T1, GAMMA = "t0", "t1", "gamma-"
+T0, T1, GAMMA, BATCH = "t0", "t1", "gamma-", "batch-"
 TARGET = "ecospec_target.json"
 
 
@@ -35,12 +37,14 @@ class EcoRun:
         target: geometry and sizes.
         by_temperature: the main runs.
         by_gamma: the sweep, the main run's own gamma included.
+        by_batch: by number of requests decoded together.
         samples: of the bootstrap.
     """
 
     target: dict[str, Any]
     by_temperature: dict[float, Measured] = field(default_factory=dict)
     by_gamma: dict[int, Measured] = field(default_factory=dict)
+    by_batch: dict[int, Measured] = field(default_factory=dict)
     samples: int = 2000
 
     def over(self, arms: list[Arm], of: Any) -> Interval:
@@ -64,10 +68,11 @@ def load_eco_run(folder: Path, samples: int = 2000) -> EcoRun:
         found = load_measured(folder / place)
         if found is not None:
             run.by_temperature[temperature] = found
-    for path in sorted(folder.glob(f"{GAMMA}*")):
-        found = load_measured(path)
-        if found is not None:
-            run.by_gamma[int(path.name.removeprefix(GAMMA))] = found
+    for prefix, kept in ((GAMMA, run.by_gamma), (BATCH, run.by_batch)):
+        for path in sorted(folder.glob(f"{prefix}*")):
+            found = load_measured(path)
+            if found is not None:
+                kept[int(path.name.removeprefix(prefix))] = found
     if 0.0 in run.by_temperature and "gamma" in run.target:
         run.by_gamma[int(run.target["gamma"])] = run.by_temperature[0.0]
     return run
@@ -86,3 +91,17 @@ def predict_time(arm: Arm) -> Ratio:
 def bytes_moved(arm: Arm) -> Ratio:
     """Bytes that the store read, a cycle."""
     return metrics.pooled(Ratio(step.store["read_bytes"], 1) for step in arm.steps if "read_bytes" in step.store)
+
+
+def batch_cycles(arms: Iterable[Arm]) -> list[StepRecord]:
+    """One record a cycle of each batch: times and unions of a batch stand in the record of each of its requests."""
+    first: dict[tuple[int, int, float], StepRecord] = {}
+    for arm in arms:
+        for step in arm.steps:
+            first.setdefault((step.cycle, step.batch or 1, step.cycle_s), step)
+    return list(first.values())
+
+
+def batch_rate(arms: Collection[Arm]) -> Ratio:
+    """Tokens of all requests over the seconds of their batches."""
+    return Ratio(sum(arm.request.new_tokens for arm in arms), sum(step.cycle_s for step in batch_cycles(arms)))

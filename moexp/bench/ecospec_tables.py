@@ -11,8 +11,11 @@ from moexp.bench.ecospec_data import (
     AR,
     ECOSPEC,
     GLOBAL,
+    GTO,
     ORACLE,
     EcoRun,
+    batch_cycles,
+    batch_rate,
     bytes_moved,
     load_eco_run,
     nodes_verified,
@@ -73,7 +76,7 @@ def table_1(run: EcoRun, paper: Paper) -> Table:
         table.sources.append(found)
         shown = []
         for method in found.arms:
-            if parts_of(method)[1] in (GLOBAL, ORACLE):
+            if parts_of(method)[1] not in ("confidence", ECOSPEC):
                 continue
             rows = [measured_row(run, found, method, w, temperature) for w in [*workloads_of(found), AVERAGE]]
             table.rows += rows
@@ -126,7 +129,7 @@ def table_3(run: EcoRun, paper: Paper) -> Table:
         table.sources.append(found)
         shown = []
         for method, arms in found.arms.items():
-            if parts_of(method)[1] == ORACLE:
+            if parts_of(method)[1] not in ("confidence", ECOSPEC, GLOBAL):
                 continue
             row = measured_row(run, found, method, AVERAGE, 0.0)
             steps = [step for arm in arms.values() for step in arm.steps]
@@ -147,6 +150,98 @@ def table_3(run: EcoRun, paper: Paper) -> Table:
 def table_4(run: EcoRun, paper: Paper) -> Table:
     """Static global cost against marginal cost, of the same trees."""
     return _selections(run, paper, 4, {"confidence", GLOBAL, ECOSPEC}, "strategy")
+
+
+def table_5(run: EcoRun, paper: Paper) -> Table:
+    """A drafter trained for its trees (GTO), without and with selection by marginal cost."""
+    columns = ["target", "method", "temperature", "workload", "prompts", "tag", "uniform"]
+    table = Table(5, paper.table(5).title, columns + with_ends(*MEASURED_COLUMNS), notes=list(NOTES))
+    found = run.by_temperature.get(0.0)
+    if found is not None and GTO in found.arms:
+        table.sources.append(found)
+        shown = []
+        for method in found.arms:
+            if parts_of(method)[0] == GTO and parts_of(method)[1] in ("confidence", ECOSPEC):
+                rows = [measured_row(run, found, method, w, 0.0) for w in [*workloads_of(found), AVERAGE]]
+                table.rows += rows
+                shown += [cells(row, ["method", "workload", "speedup", "alpha", "experts_per_layer"]) for row in rows]
+        header = ["method", "workload", "speedup", "alpha", "E"]
+        table.views.append(View(f"{found.name} ({found.tag}), T = 0", header, shown))
+    add_paper(table, paper)
+    return table
+
+
+def table_6(run: EcoRun, paper: Paper) -> Table:
+    """Batch size: speed against AR at the same batch size, and the union over the batch."""
+    return _batches(run, paper, 6, ["speedup", "experts_per_layer"], ["speedup", "E"])
+
+
+def table_8(run: EcoRun, paper: Paper) -> Table:
+    """rho: the time of an AR step over that of a verification step, by batch size."""
+    return _batches(run, paper, 8, ["rho", "speedup"], ["rho", "speedup"])
+
+
+def _batches(run: EcoRun, paper: Paper, number: int, names: list[str], heads: list[str]) -> Table:
+    columns = ["target", "method", "batch_size", "tag", "tokens_per_s", *names]
+    notes = [
+        "A batch's requests run in lockstep and load the union of their experts once; `speedup` is tokens of all "
+        "requests over the seconds of the batch, against AR at the same batch size. One batch of each size: no "
+        "intervals."
+    ]
+    table = Table(number, paper.table(number).title, columns, notes=notes)
+    shown = []
+    for size, found in sorted(run.by_batch.items()):
+        table.sources.append(found)
+        ar = list(found.arms.get(AR, {}).values())
+        ar_step = metrics.pooled(metrics.Ratio(step.verify_s, 1) for step in batch_cycles(ar))
+        for method, arms in found.arms.items():
+            mine = list(arms.values())
+            cycles = batch_cycles(mine)
+            verify = metrics.pooled(metrics.Ratio(step.verify_s, 1) for step in cycles)
+            values = {
+                "speedup": metrics.quotient(batch_rate(mine), batch_rate(ar)),
+                "experts_per_layer": metrics.experts_per_layer(cycles).value,
+                "rho": metrics.quotient(ar_step, verify),
+            }
+            row: Row = {
+                "target": run.target.get("name"), "method": method, "batch_size": size, "tag": found.tag,
+                "tokens_per_s": batch_rate(mine).value, **{name: values[name] for name in names},
+            }  # fmt: skip
+            table.rows.append(row)
+            shown.append(cells(row, ["batch_size", "method", "tokens_per_s", *names]))
+    if shown:
+        table.views.append(View("local-disk (measured), T = 0", ["batch", "method", "tokens/s", *heads], shown))
+    add_paper(table, paper, lambda row: row.get("workload", "Average") == "Average")
+    return table
+
+
+def table_9(run: EcoRun, paper: Paper) -> Table:
+    """How much the predictor's accuracy matters: checkpoints on the way, the last, and the oracle."""
+    columns = ["target", "method", "predictor", "overlap", "tag", "uniform", *with_ends(*MEASURED_COLUMNS)]
+    notes = ["`overlap` is the mean top-k overlap of predicted and routed experts over verified nodes.", NOTES[0]]
+    table = Table(9, paper.table(9).title, columns, notes=notes)
+    found = run.by_temperature.get(0.0)
+    if found is not None:
+        table.sources.append(found)
+        shown = []
+        swept = {parts_of(method)[0] for method in found.arms if parts_of(method)[1] == ORACLE}
+        for method, arms in found.arms.items():
+            drafter, strategy = parts_of(method)
+            if drafter not in swept or not strategy.startswith((ECOSPEC, ORACLE)):
+                continue
+            row = measured_row(run, found, method, AVERAGE, 0.0)
+            row = {name: value for name, value in row.items() if name in columns}
+            level = strategy.removeprefix(ECOSPEC).strip() or "converged"
+            steps = [step for arm in arms.values() for step in arm.steps]
+            row |= {"predictor": level, "overlap": metrics.router_agreement(steps).value}
+            if strategy == ORACLE:
+                row |= dict.fromkeys(with_ends("speedup"))
+            table.rows.append(row)
+            shown.append(cells(row, ["predictor", "overlap", "speedup", "alpha", "experts_per_layer"]))
+        header = ["predictor", "overlap", "speedup", "alpha", "E"]
+        table.views.append(View(f"{found.name} ({found.tag}), T = 0", header, shown))
+    add_paper(table, paper)
+    return table
 
 
 def table_10(run: EcoRun, paper: Paper) -> Table:
@@ -241,7 +336,8 @@ def add_paper(table: Table, paper: Paper, shown: Callable[[dict[str, Any]], bool
 
 
 TABLES: dict[int, Callable[[EcoRun, Paper], Table]] = {
-    1: table_1, 2: table_2, 3: table_3, 4: table_4, 10: table_10, 11: table_11, 13: table_13,
+    1: table_1, 2: table_2, 3: table_3, 4: table_4, 5: table_5, 6: table_6, 8: table_8, 9: table_9, 10: table_10,
+    11: table_11, 13: table_13,
 }  # fmt: skip
 
 

@@ -41,6 +41,7 @@ def measure_on(
     title: str = "",
     probed: dict[str, Any] | None = None,
     engines: Callable[[ExpertStore], Callable[[Method], Engine]] | None = None,
+    batch: int = 1,
 ) -> None:
     """Decodes all jobs by all methods on a platform into `place`, unless they are there already.
 
@@ -53,6 +54,7 @@ def measure_on(
         probed: the platform's probe, if it is known; by default it is probed here, and the disk sampled while the
             methods run.
         engines: gives each method its engine over the platform's store; by default one for all.
+        batch: jobs decoded together.
     """
     settings = {
         "tag": platform.tag,
@@ -64,6 +66,7 @@ def measure_on(
         "max_new_tokens": max_new_tokens,
         "temperature": sampling.temperature,
         "threads": threads,
+        "batch": batch,
         "ratio": platform.ratio.value if platform.ratio else None,
     }
     done = begin_run(place, settings)
@@ -85,6 +88,7 @@ def measure_on(
             title=title or f"Bench {platform.name}",
             warmup=warmup,
             warmup_tokens=2 if platform.paced else 8,
+            batch=batch,
             after_prompt=lambda: None if probed else sample_link(platform, target, store, known, place),
         )
 

@@ -26,6 +26,7 @@ from moexp.progress import stage
 from moexp.records import RecordWriter, RequestRecord, StepRecord, read_records
 from moexp.report import PROBE, PROVENANCE, REQUESTS, SETTINGS, STEPS
 from moexp.runtime.decode import decode_all
+from moexp.runtime.decode_batch import decode_batch
 from moexp.runtime.forward import Engine
 from moexp.runtime.kv import BlockCacheLayer
 from moexp.runtime.method import Method
@@ -132,6 +133,7 @@ def run_methods(
     warmup: Sequence[Job] = (),
     warmup_tokens: int = 8,
     after_prompt: Callable[[], None] = lambda: None,
+    batch: int = 1,
 ) -> None:
     """Decodes every job by every method and appends the records to `folder`.
 
@@ -140,7 +142,8 @@ def run_methods(
         methods: their labels must differ.
         done: pairs (request, method) to skip, as `begin_run` gives them.
         warmup: jobs decoded first, not counted, `warmup_tokens` each by every method.
-        after_prompt: called whenever the methods are through with a prompt.
+        after_prompt: called whenever the methods are through with a prompt (or a batch of them).
+        batch: jobs decoded together.
     """
     labels = [method.label for method in methods]
     assert len(set(labels)) == len(labels), labels
@@ -155,24 +158,53 @@ def run_methods(
         for job in warmup:
             for method in methods:
                 _decode(engine_of(method), job, method, sampling, min(warmup_tokens, max_new_tokens), stop_ids)
-        for place, job in enumerate(jobs):
+        groups = [jobs[begin : begin + batch] for begin in range(0, len(jobs), batch)]
+        for place, group in enumerate(groups):
             before = measured
             prefill_s: float | None = None
             for turn in range(len(methods)):
                 method = methods[(place + turn) % len(methods)]
-                if (job.request, method.label) in done:
+                missing = [job.request for job in group if (job.request, method.label) not in done]
+                if not missing:
                     continue
-                steps, record = _decode(engine_of(method), job, method, sampling, max_new_tokens, stop_ids)
-                prefill_s = record.prefill_s if prefill_s is None else prefill_s
+                steps, records = _decode_group(engine_of(method), group, method, sampling, max_new_tokens, stop_ids)
+                prefill_s = records[0].prefill_s if prefill_s is None else prefill_s
                 for step in steps:
-                    steps_file.write(step)
-                # Methods share the prompt's prefill: its time is that of the one that ran it.
-                requests_file.write(dataclasses.replace(record, prefill_s=prefill_s))
-                measured += 1
-                rate = record.new_tokens / record.decode_s if record.decode_s else 0.0
+                    if step.request in missing:
+                        steps_file.write(step)
+                for record in records:
+                    if record.request in missing:
+                        # Methods share the prompt's prefill: its time is that of the one that ran it.
+                        requests_file.write(dataclasses.replace(record, prefill_s=prefill_s))
+                measured += len(missing)
+                seconds = max(record.decode_s for record in records)
+                rate = sum(record.new_tokens for record in records) / seconds if seconds else 0.0
                 advance(len(done) + measured, f"{method.label} {rate:.1f} tokens/s")
             if measured > before:
                 after_prompt()
+
+
+def _decode_group(
+    engine: Engine,
+    group: Sequence[Job],
+    method: Method,
+    sampling: Sampling,
+    max_new_tokens: int,
+    stop_ids: Collection[int],
+) -> tuple[list[StepRecord], list[RequestRecord]]:
+    if len(group) == 1:
+        steps, record = _decode(engine, group[0], method, sampling, max_new_tokens, stop_ids)
+        return steps, [record]
+    return decode_batch(
+        engine,
+        [job.prompt_ids for job in group],
+        method,
+        sampling,
+        max_new_tokens=max_new_tokens,
+        stop_ids=stop_ids,
+        requests=[job.request for job in group],
+        workloads=[job.workload for job in group],
+    )
 
 
 def _decode(

@@ -46,9 +46,13 @@ def decode_batch(
     *,
     max_new_tokens: int,
     stop_ids: Collection[int] = (),
-    workload: str = "",
+    requests: Sequence[int] = (),
+    workloads: Sequence[str] = (),
 ) -> tuple[list[StepRecord], list[RequestRecord]]:
     """Decode a batch of prompts to its end.
+
+    Args:
+        requests, workloads: of the prompts, for the records; by default their places, and none.
 
     Returns:
         one StepRecord a cycle and live request, and a RequestRecord each. In a cycle's records `unique_verify` is the
@@ -66,6 +70,8 @@ def decode_batch(
     alone = engine.lane
     try:
         rows = _start(engine, prompts, method, sampling, max_new_tokens, frozenset(stop_ids))
+        for row, number in zip(rows, requests, strict=False):
+            row.request = number
         steps: list[StepRecord] = []
         number = 0
         while live := [row for row in rows if not row.finish]:
@@ -85,7 +91,7 @@ def decode_batch(
             finish_reason=row.finish,
             tokens=row.tokens,
         )
-        for row in rows
+        for row, workload in zip(rows, workloads or [""] * len(rows), strict=True)
     ]
 
 

@@ -122,7 +122,7 @@ def check_method(method: Method, engine: Engine) -> None:
 def _check_tree(plan: TreePlan, engine: Engine, drafter: str) -> None:
     block = engine.block
     selector = make_selector(plan.selector, SelectorOptions(plan.epsilon))
-    if plan.predictor not in PREDICTORS:
+    if plan.predictor not in (*PREDICTORS, *engine.predictors):
         raise MoexpError(f"unknown predictor {plan.predictor!r}", where="decode.predictor", valid=", ".join(PREDICTORS))
     if drafter == HEAD and plan.predictor == "draft-router":
         raise MoexpError("a head has no draft router", where="decode.predictor", valid="learned, oracle, none")
