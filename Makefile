@@ -40,7 +40,7 @@ test: env
 	check "ruff format" $(BIN)/ruff format --check .; \
 	check "mypy" $(BIN)/mypy; \
 	echo "== pytest"; \
-	MOEXP_CHECKS="$${checks%, }" $(BIN)/python -m pytest || failed=1; \
+	MOEXP_CHECKS="$${checks%, }" $(BIN)/python -m pytest -n auto || failed=1; \
 	exit $$failed
 
 test-slow: env

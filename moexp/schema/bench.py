@@ -1,0 +1,71 @@
+"""What is measured: tables, the exactness gate, the sweep."""
+
+from __future__ import annotations
+
+from moexp.schema.base import DType, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section, Share
+
+
+class BenchSection(Section):
+    """`moexp bench`: what the tables run over."""
+
+    workloads: tuple[str, ...] = ("chat", "math", "code", "summary", "instruct")
+    """Sources of `moexp.data.load_prompts`: embedded names, paths of JSONL files, or hub data sets."""
+    prompts_per_workload: Positive = 16
+    """At most; each kind of platform takes as many as it has time for."""
+    resident_prompts: Positive = 4
+    """A workload, for what does not depend on time (acceptance, unions)."""
+    local_disk_prompts: Positive = 2
+    """A workload, on platforms that are measured."""
+    paced_prompts: Positive = 1
+    """A workload, on platforms that are emulated."""
+    max_new_tokens: Positive = 48
+    paced_new_tokens: Positive = 24
+    """In place of `max_new_tokens` where loading is emulated, and for Table 5's prefetch hits."""
+    platforms: tuple[str, ...] = ("local-disk", "paced-cg", "paced-mn")
+    warmup_prompts: NonNegative = 1
+    """Prompts decoded before anything is counted."""
+    ablation_steps: NonNegative = 40
+    """End-to-end training steps for each row of Table 5."""
+    bootstrap_samples: Positive = 2000
+
+
+class EcoSpecSection(Section):
+    """`moexp bench --paper ecospec`: the trees, and what the tables run over."""
+
+    steps: Positive = 3
+    width: Positive = 2
+    """Tokens drafted behind a node, and nodes that the next step expands."""
+    gamma: Positive = 4
+    """Nodes verified, the pending token included."""
+    gammas: tuple[Positive, ...] = (3, 4, 5, 6)
+    """Of the sweep (Table 11)."""
+    batches: tuple[Positive, ...] = (1, 2, 4, 8)
+    """Requests decoded together (Tables 6 and 8)."""
+    epsilon: PositiveFloat = 1.0
+    temperatures: tuple[NonNegativeFloat, ...] = (0.0, 1.0)
+    prompts: Positive = 1
+    """A workload."""
+    max_new_tokens: Positive = 24
+
+
+class EvalSection(Section):
+    """`moexp eval`: the exactness gate, and quality on held-out text."""
+
+    prompts: Positive = 5
+    max_new_tokens: Positive = 64
+    dtypes: tuple[DType, ...] = ("bfloat16",)
+    near_tie_gap: NonNegativeFloat = 1e-2
+    """Top-2 logit gap below which a backend that is not row-invariant may diverge (always reported)."""
+    heldout_tokens: Positive = 8_192
+    heldout_stride: Positive = 32
+    """Positions between two held-out blocks (`acceptance_ctx`)."""
+
+
+class TuneSection(Section):
+    """`moexp tune`: the grid for K, tau and B, on prompts that no table uses."""
+
+    max_draft: tuple[Positive, ...] = (2, 3, 4, 5, 6)
+    tau: tuple[Share, ...] = (0.3, 0.5, 0.7, 0.85)
+    budget: tuple[NonNegative, ...] = (30, 60, 90)
+    prompts: Positive = 5
+    max_new_tokens: Positive = 64
