@@ -219,3 +219,10 @@ def test_a_target_rebuilt_from_its_delta_is_the_trained_one_bit_for_bit(recipe: 
     assert one["quality"]["repaired"] == two["quality"]["repaired"] and two["delta"] == str(delta)
     assert one["repair"] == two["repair"] and two["repair"]["delta"]["steps"] == 4
     assert not list(tmp_path.glob("rebuilt.work/repair"))
+
+    repair = with_delta.target.repair.model_copy(update={"start": str(delta), "layerwise_steps": 0, "e2e_steps": 0})
+    further = with_delta.model_copy(update={"target": with_delta.target.model_copy(update={"repair": repair})})
+    build_target(further, tmp_path / "further", cache=tmp_path, provenance={})
+    three = read_manifest(tmp_path / "further")
+    assert three["quality"]["start"]["nats"] == pytest.approx(one["quality"]["repaired"]["nats"], rel=1e-2)
+    assert three["repair"]["earlier"] == one["repair"] and weights(tmp_path / "further") != weights(trained)

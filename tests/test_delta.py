@@ -21,6 +21,7 @@ from moexp.target.delta import (
     _unpack_trits,
     apply_delta,
     as_delivered,
+    coded_bases,
     encode,
     find_delta,
     kind_of,
@@ -81,13 +82,15 @@ def test_down_projections_are_coded_by_neuron_and_routers_in_eight_bits():
 def test_a_delta_gives_back_what_training_computed_with_and_dense_parts_as_they_were(tmp_path: Path):
     model, dense, plans = repaired()
     save_delta(tmp_path / "d", model, dense, plans, GEOMETRY, 0.2, {"steps": 3})
-    built, details = apply_delta(tmp_path / "d", dense, GEOMETRY)
-    assert details == {"steps": 3}
+    rebuilt = apply_delta(tmp_path / "d", dense, GEOMETRY)
+    built = rebuilt.model
+    assert rebuilt.details == {"steps": 3}
     calibration = calibrate(dense, iter([random_rows(8, 24).long()]), range(1, 3))
-    bases = {n: t for n, t in stored(carve(dense, calibration, GEOMETRY)[0]) if kind_of(n) in ("ternary", "int8")}
-    for name in bases:
-        if kind_of(name) == "int8":
-            bases[name] = torch.zeros_like(bases[name])
+    bases = coded_bases(carve(dense, calibration, GEOMETRY)[0])
+    assert bases.keys() == rebuilt.bases.keys()
+    assert all(torch.equal(bases[name], rebuilt.bases[name]) for name in bases)
+    for plan, again in zip(plans, rebuilt.plans, strict=True):
+        assert torch.equal(plan.own_En, again.own_En) and torch.equal(plan.spare_Em, again.spare_Em)
     with delivered(model, bases, 0.2):
         for (name, mine), (_, theirs) in zip(stored(model), stored(built), strict=True):
             if kind_of(name) != "whole":
@@ -165,3 +168,19 @@ def test_the_details_are_json(tmp_path: Path):
     save_delta(tmp_path / "d", model, dense, plans, GEOMETRY, 0.2, {"a": [1, 2]})
     with safe_open(tmp_path / "d", "pt") as saved:
         assert json.loads(saved.metadata()["details"]) == {"a": [1, 2]}
+
+
+def test_the_shipped_delta_is_small_and_fits_the_recipe_that_uses_it():
+    from moexp.recipe import load_recipe
+
+    section = load_recipe("pocket").target
+    assert section.delta is not None
+    file = find_delta(section.delta)
+    assert file.stat().st_size <= 12_000_000
+    with safe_open(file, "pt") as saved:
+        header = saved.metadata()
+        shape = saved.get_slice("plan.own_En").get_shape()
+    geometry = json.loads(header["geometry"])
+    for name in ("shared_neurons", "routed_experts", "top_k", "expert_width"):
+        assert geometry[name] == getattr(section.carve, name)
+    assert shape == [29, section.carve.routed_experts, (1536 - section.carve.shared_neurons) // 64]

@@ -11,7 +11,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import Glm4MoeForCausalLM, PreTrainedTokenizerBase
 
@@ -22,7 +21,7 @@ from ..progress import note_of, stage
 from ..recipe import Recipe
 from ..schema import TargetSection
 from ..target.carve import Geometry, LayerPlan, calibrate, carve
-from ..target.delta import apply_delta, find_delta, kind_of, save_delta, stored
+from ..target.delta import apply_delta, coded_bases, find_delta, save_delta
 from ..target.pad import pad_experts
 from ..target.source import Dense, load_dense
 from ..target.tiny import build_tiny_target
@@ -97,17 +96,24 @@ def _build_carved(recipe: Recipe, folder: Path, cache: Path, provenance: dict[st
     delta = None
     if section.delta is not None:
         with stage("Apply the delta", None):
-            model, manifest["repair"] = apply_delta(find_delta(section.delta), dense.model, geometry)
+            rebuilt = apply_delta(find_delta(section.delta), dense.model, geometry)
+        model, manifest["repair"] = rebuilt.model, rebuilt.details
     else:
-        model, plans = _carve(dense, train_NL, geometry, section.carve.calibration_tokens)
-        quality["carved"] = measure_quality(model, dense.model, held_NL).as_dict()
-        bases = {name: tensor.clone() for name, tensor in stored(model) if kind_of(name) == "ternary"}
+        earlier = None
+        if section.repair.start is not None:
+            with stage("Apply the delta", None):
+                rebuilt = apply_delta(find_delta(section.repair.start), dense.model, geometry)
+            model, plans, bases, earlier = rebuilt.model, rebuilt.plans, rebuilt.bases, rebuilt.details
+        else:
+            model, plans = _carve(dense, train_NL, geometry, section.carve.calibration_tokens)
+            bases = coded_bases(model)
+        quality["carved" if earlier is None else "start"] = measure_quality(model, dense.model, held_NL).as_dict()
         _repair(model, dense, plans, bases, train_NL, recipe, work / "repair")
-        manifest["repair"] = {"tokens": train_NL.numel(), **section.repair.model_dump()}
+        manifest["repair"] = {"tokens": train_NL.numel(), **section.repair.model_dump(mode="json"), "earlier": earlier}
         if section.repair.delta is not None:
-            delta, density = work / "delta.safetensors", section.repair.delta.density
+            delta, density = work / "repair.delta", section.repair.delta.density
             save_delta(delta, model, dense.model, plans, geometry, density, manifest["repair"])
-            model, _ = apply_delta(delta, dense.model, geometry)  # what a build from the delta gets, to the bit
+            model = apply_delta(delta, dense.model, geometry).model  # what a build from it gets, to the bit
     model = model.eval().bfloat16()
     with stage("Measure quality", None):
         repaired = measure_quality(model, dense.model, held_NL)
@@ -157,7 +163,6 @@ def _repair(
                 on_step=lambda step, metrics: advance(step, note_of(metrics, "kl", "agreement")),
             )  # fmt: skip
     if settings.delta is not None:
-        bases |= {name: torch.zeros_like(tensor) for name, tensor in stored(model) if kind_of(name) == "int8"}
         with stage("Repair, as the delta will be", settings.delta.steps) as advance:
             repair_end_to_end(
                 model, dense.model, train_NL, settings, bases=bases, checkpoint=third, identity=identity,

@@ -62,6 +62,8 @@ class RepairSection(Section):
 
     scope: Literal["all", "delta"] = "all"
     """What end-to-end repair may change: everything but the embedding, or only what a delta holds."""
+    start: str | None = None
+    """Go on from this delta (shipped, or a file) in place of a model that was just carved."""
     delta: DeltaSection | None = None
     """Train a delta too (needs scope delta); it lies in the target's folder as `repair.delta`."""
 

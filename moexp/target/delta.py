@@ -142,10 +142,35 @@ def find_delta(name: str) -> Path:
     raise MoexpError(f"no delta {name!r}", where="target.delta", valid=f"a file, or one of: {shipped}")
 
 
-def apply_delta(
-    file: Path, dense: LlamaForCausalLM, geometry: Geometry
-) -> tuple[Glm4MoeForCausalLM, dict[str, object]]:
-    """The repaired model in fp32, and the details it was saved with.
+@dataclass
+class Rebuilt:
+    """A model rebuilt from a delta.
+
+    Attributes:
+        model: repaired, in fp32.
+        plans: where each layer's neurons went.
+        bases: the carved weights that the delta's codes were added to, by parameter (routers: zero).
+        details: what the delta was saved with.
+    """
+
+    model: Glm4MoeForCausalLM
+    plans: list[LayerPlan]
+    bases: dict[str, Tensor]
+    details: dict[str, object]
+
+
+def coded_bases(carved: Glm4MoeForCausalLM) -> dict[str, Tensor]:
+    """What codes are added to, of a model as it was carved: its weights; zero for the routers, which it has not."""
+    kinds = {name: (kind_of(name), tensor) for name, tensor in stored(carved)}
+    return {
+        name: tensor.clone() if kind == "ternary" else torch.zeros_like(tensor)
+        for name, (kind, tensor) in kinds.items()
+        if kind in ("ternary", "int8")
+    }
+
+
+def apply_delta(file: Path, dense: LlamaForCausalLM, geometry: Geometry) -> Rebuilt:
+    """The repaired model that a delta stands for.
 
     Raises:
         MoexpError: not a delta, cut short, of another dense model or of another geometry.
@@ -168,13 +193,14 @@ def apply_delta(
     planned = [tensors[f"plan.{part}"].long() for part in ("shared_S", "own_En", "spare_Em")]
     plans = [LayerPlan(*parts) for parts in zip(*planned, strict=True)]
     model = carve_as_planned(dense, plans, geometry)
+    bases = coded_bases(model)
     with torch.no_grad():
         for name, tensor in stored(model):
             if kind_of(name) == "whole":
                 tensor.copy_(tensors[name])
             else:
                 tensor.add_(_unpacked(name, tensor, tensors, file).decode(tensor, name))
-    return model, json.loads(header["details"])
+    return Rebuilt(model, plans, bases, json.loads(header["details"]))
 
 
 def weights_hash(model: torch.nn.Module) -> str:
