@@ -40,7 +40,7 @@ def write_target_summary(folder: Path, name: str, manifest: dict[str, Any]) -> l
         f"{geometry['shared_neurons']} shared neurons and {geometry['routed_experts']} routed experts of width "
         f"{geometry['expert_width']}, top-{geometry['top_k']}; carved from {manifest['origin']}."
     )
-    trained = f" Repaired on {repair['tokens']:,} tokens." if "tokens" in repair else ""
+    trained = f" Repaired with a corpus of {repair['tokens']:,} tokens." if "tokens" in repair else ""
     delta = f" Rebuilt from the delta `{manifest['delta']}`." if manifest.get("delta") else ""
     answers = [f"- **{answer['question']}** {_quoted(answer['answer'])}" for answer in manifest.get("answers", [])]
     table = view_text(View(f"on {last['tokens']:,} held-out tokens (measured)", ["", "dense", *stages], rows))
@@ -80,7 +80,7 @@ def write_draft_summary(folder: Path, name: str, header: dict[str, Any]) -> list
     training = header.get("training") or {}
     parts = [
         f"# Draft experts of `{name}`",
-        f"Width {header['width']}, trained on {training.get('tokens', 0):,} tokens of text.",
+        f"Width {header['width']}, trained with a corpus of {training.get('tokens', 0):,} tokens.",
         view_text(View("on held-out text, K = 4, T = 0 (measured)", header_cells, shown)),
         "`agreement`, KL (nats) and `router` (mean top-k overlap) are teacher-forced; `acceptance_ctx` is accepted / "
         "drafted of blocks started from held-out text, the target's keys and values before them; `unique` counts "
