@@ -66,11 +66,13 @@ def predictor_folder(recipe: Recipe) -> Path:
     return artifact_path("predictors", predictor_recipe(recipe), *sections)
 
 
-def head_folder(recipe: Recipe, kind: str | None = None) -> Path:
-    """Where the recipe's draft head lies, or its head of another kind with otherwise the same settings."""
-    if kind is not None:
-        head = recipe.head.model_copy(update={"kind": kind})
-        recipe = recipe.model_copy(update={"head": head})
+def with_head(recipe: Recipe, kind: str) -> Recipe:
+    """The recipe with its head of this kind and otherwise the same settings."""
+    return recipe.model_copy(update={"head": recipe.head.model_copy(update={"kind": kind})})
+
+
+def head_folder(recipe: Recipe) -> Path:
+    """Where the recipe's draft head lies."""
     folder = artifact_path("heads", recipe, "target", "head", "draft.corpus", "draft.held_out_rows", "seed")
     return folder.with_name(f"{recipe.head.kind}-{folder.name}")
 
@@ -92,11 +94,15 @@ def find_target(recipe: Recipe, *, padded: bool = False) -> Path:
         assert recipe.target.path is not None
         return hub_folder(recipe.target.path, recipe.target.revision)
     folder = padded_folder(recipe) if padded else target_folder(recipe)
-    if not (folder / "config.json").exists():
-        raise MoexpError(
-            "the target is not built", where=str(folder), valid=f"run: moexp build-target --recipe {recipe.name}"
-        )
+    command = f"moexp build-target --recipe {recipe.name}"
+    _demand((folder / "config.json").exists(), "the target is not built", folder, command)
     return folder
+
+
+def _demand(there: bool, missing: str, folder: Path, command: str) -> None:
+    """MoexpError naming the command that makes what is not there."""
+    if not there:
+        raise MoexpError(missing, where=str(folder), valid=f"run: {command}")
 
 
 def open_target(recipe: Recipe, *, padded: bool = False, dtype: str | None = None) -> Target:
@@ -118,12 +124,8 @@ def open_draft_experts(recipe: Recipe, target: Target) -> DraftExperts:
     from moexp.target.load import target_identity
 
     folder = draft_folder(recipe)
-    if not (folder / HEADER).exists():
-        raise MoexpError(
-            "the draft experts are not trained",
-            where=str(folder),
-            valid=f"run: moexp train-draft-expert --recipe {recipe.name}",
-        )
+    command = f"moexp train-draft-expert --recipe {recipe.name}"
+    _demand((folder / HEADER).exists(), "the draft experts are not trained", folder, command)
     return load_draft_experts(folder, target_identity(target.folder), dtype=target.dtype)
 
 
@@ -140,12 +142,8 @@ def open_predictor(recipe: Recipe, target: Target, level: str | None = None) -> 
     from moexp.target.load import target_identity
 
     folder = predictor_folder(recipe)
-    if not (folder / HEADER).exists():
-        raise MoexpError(
-            "the expert predictor is not trained",
-            where=str(folder),
-            valid=f"run: moexp train-predictor --recipe {recipe.name}",
-        )
+    command = f"moexp train-predictor --recipe {recipe.name}"
+    _demand((folder / HEADER).exists(), "the expert predictor is not trained", folder, command)
     embedding: Any = target.model.get_input_embeddings()
     return load_predictor(folder / (level or ""), target_identity(target.folder), embedding.weight, dtype=target.dtype)
 
@@ -161,12 +159,7 @@ def open_draft_head(recipe: Recipe, target: Target) -> DraftHead:
     from moexp.target.mtp_files import load_mtp_head
 
     folder = head_folder(recipe)
-    if not folder.exists():
-        raise MoexpError(
-            "the draft head is not trained",
-            where=str(folder),
-            valid=f"run: moexp train-drafter --recipe {recipe.name}",
-        )
+    _demand(folder.exists(), "the draft head is not trained", folder, f"moexp train-drafter --recipe {recipe.name}")
     identity = target_identity(target.folder)
     if recipe.head.kind == "mtp":
         return load_mtp_head(folder, target.model, identity, dtype=target.dtype)
@@ -220,11 +213,16 @@ def predictors_of(recipe: Recipe, target: Target, method: Method) -> dict[str, C
     """
     if method.tree is None or method.tree.predictor != "learned":
         return {}
+    return {"learned": learned_predictor(recipe, target)}
+
+
+def learned_predictor(recipe: Recipe, target: Target, level: str | None = None) -> Callable[[], ExpertPredictor]:
+    """What makes learned predictors, one a request, that share the weights of `open_predictor`."""
     from moexp.learn.predictor_model import PredictorSession
     from moexp.runtime.predictors import LearnedPredictor
 
-    model = open_predictor(recipe, target)
-    return {"learned": lambda: LearnedPredictor(PredictorSession(model))}
+    model = open_predictor(recipe, target, level)
+    return lambda: LearnedPredictor(PredictorSession(model))
 
 
 def method_of(section: DecodeSection) -> Method:

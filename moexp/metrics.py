@@ -237,7 +237,7 @@ def _bootstrap_ends(
 # --- formulas ---
 
 
-def uniform_union(experts: int, top_k: int, tokens: int) -> float:
+def uniform_union(experts: int, top_k: int, tokens: float) -> float:
     """Expected distinct experts of a layer if every token chose its k uniformly: N (1 - (1 - k/N)^b)."""
     return experts * (1 - (1 - top_k / experts) ** tokens)
 

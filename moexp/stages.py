@@ -123,23 +123,34 @@ def train_stage(recipe: Recipe, console: Console) -> Path:
     """Trains the draft experts unless they are there, and prints what they reach."""
     from moexp.learn.train_draft import train_draft_expert
     from moexp.target.draft_expert import HEADER, read_header
-    from moexp.target.load import target_identity
 
     begin(recipe)
     target, folder = artifacts.find_target(recipe), artifacts.draft_folder(recipe)
     if (folder / HEADER).exists():
-        header = read_header(folder)
-        if header["target"] != target_identity(target):
-            raise MoexpError(
-                "draft experts of another target are there", where=str(folder), valid="remove them to train again"
-            )
-        console.print("trained already", highlight=False)
+        header = _kept(read_header(folder), target, folder, "draft experts of another target are there", console)
         metrics = header["metrics"]
     else:
         metrics = train_draft_expert(recipe, target, folder, provenance=collect_provenance(recipe.seed))
     console.print(draft_table(metrics))
     console.print(f"draft experts: {folder}", soft_wrap=True, highlight=False)
     return folder
+
+
+def _kept(header: dict[str, Any], target: Path, folder: Path, others: str, console: Console) -> dict[str, Any]:
+    """The header of what was trained before.
+
+    Args:
+        others: what is said where it was trained for another target.
+
+    Raises:
+        MoexpError: it was trained for another target.
+    """
+    from moexp.target.load import target_identity
+
+    if header["target"] != target_identity(target):
+        raise MoexpError(others, where=str(folder), valid="remove the folder to train again")
+    console.print("trained already", highlight=False)
+    return header
 
 
 # --- train-predictor ---
@@ -151,16 +162,11 @@ def predictor_stage(recipe: Recipe, console: Console) -> Path:
     from moexp.learn.predictor_files import HEADER, read_header
     from moexp.learn.trace import trace_routing
     from moexp.summary import write_predictor_summary
-    from moexp.target.load import target_identity
 
     begin(recipe)
     target, folder = artifacts.find_target(recipe), artifacts.predictor_folder(recipe)
     if (folder / HEADER).exists():
-        if read_header(folder)["target"] != target_identity(target):
-            raise MoexpError(
-                "a predictor of another target is there", where=str(folder), valid="remove it to train again"
-            )
-        console.print("trained already", highlight=False)
+        _kept(read_header(folder), target, folder, "a predictor of another target is there", console)
     else:
         traced, text, made = artifacts.predictor_recipe(recipe), recipe.predictor.text, collect_provenance(recipe.seed)
         place = trace_folder(traced, text)
@@ -181,23 +187,18 @@ def drafter_stage(recipe: Recipe, console: Console) -> Path:
     """Trains the recipe's draft head unless it is there, and prints what it reaches; GTO's start is trained first."""
     from moexp.learn.train_head import train_head_of
     from moexp.target import eagle_files, mtp_files
-    from moexp.target.load import target_identity
 
     begin(recipe)
     target, folder = artifacts.find_target(recipe), artifacts.head_folder(recipe)
     start = None
     if recipe.head.kind == "gto":
-        start = artifacts.head_folder(recipe, "eagle3")
+        eagle = artifacts.with_head(recipe, "eagle3")
+        start = artifacts.head_folder(eagle)
         if not (start / eagle_files.HEADER).exists():
-            drafter_stage(
-                recipe.model_copy(update={"head": recipe.head.model_copy(update={"kind": "eagle3"})}), console
-            )
+            drafter_stage(eagle, console)
     file = folder / (mtp_files.HEADER if recipe.head.kind == "mtp" else eagle_files.HEADER)
     if file.exists():
-        header = json.loads(file.read_text())
-        if header["target"] != target_identity(target):
-            raise MoexpError("a head of another target is there", where=str(folder), valid="remove it to train again")
-        console.print("trained already", highlight=False)
+        header = _kept(json.loads(file.read_text()), target, folder, "a head of another target is there", console)
         metrics = header["metrics"]
     else:
         provenance = collect_provenance(recipe.seed)

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moexp import cli
-from moexp.artifacts import head_folder
+from moexp.artifacts import head_folder, with_head
 from moexp.recipe import load_recipe
 
 FEW = ["head={steps: 2, rows: 2, unroll: 2, max_minutes: null}", "draft.held_out_rows=2"]
@@ -35,6 +35,6 @@ def test_a_head_is_trained_measured_kept_and_not_trained_again(kind: str):
     assert header["kind"] == kind and 0 <= header["metrics"]["acceptance_2"] <= 1
     assert len(header["training"]["log"]) == 2 and "acceptance_1" in header["training"]["log"][0]
     if kind == "gto":
-        assert Path(header["start"]) == head_folder(recipe, "eagle3")
+        assert Path(header["start"]) == head_folder(with_head(recipe, "eagle3"))
         assert "reward" in header["training"]["log"][0]
     assert "trained already" in run(*changes)

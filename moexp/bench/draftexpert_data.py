@@ -6,15 +6,16 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from moexp import metrics
+from moexp.bench.rows import Bootstrapped
 from moexp.metrics import Interval, Ratio
 from moexp.papers import Paper
-from moexp.report import PAPER, Arm, Measured, Row, Table, View, load_measured, read_json, text
+from moexp.report import PAPER, Measured, Row, Table, View, load_measured, read_json, text
 
 AR, FIXED, TRUNCATED, FULL = "ar", "draft-expert fixed", "draft-expert confidence-expansion", "draft-expert full"
 TOP_R = {1: "top-1", 2: "top-2", 3: "top-3"}
@@ -25,9 +26,6 @@ METHODS = (AR, *TOP_R.values(), TOP_1_FULL, FIXED, TRUNCATED, FULL)
 DRAFT_TOKENS = 4  # K of table 3
 RESIDENT, ABLATION, DRAFT_METRICS, TARGET = "resident", "ablation", "draft_metrics.json", "target.json"
 LOSSES = ("top-1 (untrained)", "+ residual", "+ logit/token", "+ router")
-
-Arms = Mapping[int, Arm]
-Of = Callable[[Arm], Ratio]
 
 SHORT = {
     "confidence-expansion": "conf+exp",
@@ -40,7 +38,7 @@ SHORT = {
 
 
 @dataclass
-class Run:
+class Run(Bootstrapped):
     """A bench run folder, read.
 
     Attributes:
@@ -59,16 +57,6 @@ class Run:
     draft: dict[str, Any] = field(default_factory=dict)
     samples: int = 2000
 
-    def over(self, arms: Iterable[Arm], of: Of) -> Interval:
-        """A ratio, pooled over prompts."""
-        return metrics.bootstrap([of(arm) for arm in arms], samples=self.samples)
-
-    def against(self, arms: Arms, of: Of, base: Arms, of_base: Of) -> Interval:
-        """A quotient of two methods over the prompts that both decoded."""
-        both = [request for request in arms if request in base]
-        pairs = [(of(arms[request]), of_base(base[request])) for request in both]
-        return metrics.bootstrap_quotient(pairs, samples=self.samples)
-
 
 def load_run(folder: Path, samples: int = 2000) -> Run:
     """Reads a run folder; what is not measured yet is left out."""
@@ -86,14 +74,6 @@ def load_run(folder: Path, samples: int = 2000) -> Run:
 
 
 # --- what rows share ---
-
-
-def with_ends(*names: str) -> list[str]:
-    return [f"{name}{end}" for name in names for end in ("", "_lo", "_hi")]
-
-
-def rate(arm: Arm) -> Ratio:
-    return metrics.tokens_per_s([arm.request])
 
 
 def present(platform: Measured) -> list[str]:

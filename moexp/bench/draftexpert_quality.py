@@ -17,8 +17,8 @@ from moexp.bench.draftexpert_data import (
     paper_by_platform,
     paper_view,
     say_missing,
-    with_ends,
 )
+from moexp.bench.rows import with_ends
 from moexp.metrics import Interval, Ratio
 from moexp.papers import Paper
 from moexp.report import PAPER, Arm, Row, Table, View, put, text, text_of

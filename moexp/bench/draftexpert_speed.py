@@ -14,17 +14,15 @@ from moexp.bench.draftexpert_data import (
     SHORT,
     TOP_1_FULL,
     TRUNCATED,
-    Arms,
     Run,
     add_paper,
     paper_by_platform,
     paper_view,
     present,
-    rate,
     say_missing,
     settings_text,
-    with_ends,
 )
+from moexp.bench.rows import Arms, rate, with_ends
 from moexp.metrics import Interval, Ratio
 from moexp.papers import Paper
 from moexp.report import Arm, Measured, Row, Table, View, put, text, text_of

@@ -7,21 +7,22 @@ draft-expert path its own router. Experts are cold on the local disk, as for Dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from moexp import atomic
 from moexp.artifacts import (
     draft_folder,
     find_target,
     head_folder,
+    learned_predictor,
     open_draft_experts,
     open_draft_head,
-    open_predictor,
     open_target,
     opened_store,
     predictor_folder,
+    with_head,
 )
 from moexp.bench.ecospec_data import (
     AR,
@@ -35,6 +36,7 @@ from moexp.bench.ecospec_data import (
     T1,
     TARGET,
     method_name,
+    parts_of,
 )
 from moexp.bench.measure import measure_on
 from moexp.bench.platforms import find_platform
@@ -44,7 +46,7 @@ from moexp.errors import MoexpError
 from moexp.recipe import Recipe
 from moexp.rundir import RunDir
 from moexp.runtime.method import HEAD, Method, TreePlan
-from moexp.runtime.predictors import ExpertPredictor, LearnedPredictor, OraclePredictor
+from moexp.runtime.predictors import ExpertPredictor, OraclePredictor
 from moexp.runtime.store import ExpertStore
 from moexp.runtime.tree import TreeShape
 from moexp.runtime.verify import Sampling
@@ -90,7 +92,7 @@ def trained_heads(recipe: Recipe) -> list[str]:
     Raises:
         MoexpError: none is.
     """
-    found = [kind for kind in HEADS if head_folder(_with_head(recipe, kind)).exists()]
+    found = [kind for kind in HEADS if head_folder(with_head(recipe, kind)).exists()]
     if not found:
         raise MoexpError(
             "no draft head is trained", where=str(head_folder(recipe)), valid="run: moexp train-drafter --recipe ..."
@@ -140,10 +142,10 @@ class _Bench:
     def __init__(self, recipe: Recipe, target: Target, heads: Collection[str], folder: Path, threads: int) -> None:
         self.recipe, self.target, self.folder, self.threads = recipe, target, folder, threads
         self.experts = open_draft_experts(recipe, target)
-        self.heads = {HEADS[kind]: open_draft_head(_with_head(recipe, kind), target) for kind in heads}
-        self.learned = {"learned": _learned(open_predictor(recipe, target))}
+        self.heads = {HEADS[kind]: open_draft_head(with_head(recipe, kind), target) for kind in heads}
+        self.learned = {"learned": learned_predictor(recipe, target)}
         for level in kept_levels(recipe):
-            self.learned[f"learned {level}"] = _learned(open_predictor(recipe, target, level))
+            self.learned[f"learned {level}"] = learned_predictor(recipe, target, level)
 
     def run(self, place: str, methods: list[Method], temperature: float, batch: int = 1) -> None:
         """Decodes all prompts by all methods into the folder's part `place`; of a batch run, one full batch."""
@@ -153,7 +155,12 @@ class _Bench:
             limit = max(section.batches)
             prompts = -(-limit // len(workloads))
         jobs = make_jobs(select_prompts(workloads, prompts)[:limit], self.target.tokenizer)
-        with opened_store(self.target, StoreSection(kind="resident")) as resident:
+        with ExitStack() as stack:
+            predictors: dict[str, Callable[[], ExpertPredictor]] = dict(self.learned)
+            if any(method.tree is not None and method.tree.predictor == "oracle" for method in methods):
+                resident = stack.enter_context(opened_store(self.target, StoreSection(kind="resident")))
+                oracle = PromptEngine(self.target, resident)
+                predictors["oracle"] = lambda: OraclePredictor({}, oracle)
             measure_on(
                 find_platform(PLATFORM),
                 self.target,
@@ -169,13 +176,13 @@ class _Bench:
                 threads=self.threads,
                 title=f"EcoSpec {place}",
                 batch=batch,
-                engines=lambda store: self._engines(store, resident),
+                engines=lambda store: self._engines(store, predictors),
             )
 
-    def _engines(self, store: ExpertStore, resident: ExpertStore) -> Callable[[Method], PromptEngine]:
+    def _engines(
+        self, store: ExpertStore, predictors: Mapping[str, Callable[[], ExpertPredictor]]
+    ) -> Callable[[Method], PromptEngine]:
         """One engine a drafter, all over the same store."""
-        oracle = PromptEngine(self.target, resident)
-        predictors = {**self.learned, "oracle": lambda: OraclePredictor({}, oracle)}
         plain = PromptEngine(self.target, store, draft_experts=self.experts, predictors=predictors)
         by_head = {
             name: PromptEngine(self.target, store, draft_head=head, predictors=predictors)
@@ -183,27 +190,14 @@ class _Bench:
         }
 
         def engine_of(method: Method) -> PromptEngine:
-            if method.drafter != HEAD:
-                return plain
-            return next(engine for name, engine in by_head.items() if method.label.startswith(name))
+            return by_head[parts_of(method.label)[0]] if method.drafter == HEAD else plain
 
         return engine_of
-
-
-def _learned(model: Any) -> Callable[[], ExpertPredictor]:
-    from moexp.learn.predictor_model import PredictorSession
-
-    return lambda: LearnedPredictor(PredictorSession(model))
 
 
 def kept_levels(recipe: Recipe) -> list[str]:
     """Checkpoints of the predictor that were kept on the way to its last."""
     return sorted(path.name for path in predictor_folder(recipe).glob("near-*") if path.is_dir())
-
-
-def _with_head(recipe: Recipe, kind: str) -> Recipe:
-    """The recipe with its head of this kind: the one that a recipe of that name would train."""
-    return recipe.model_copy(update={"head": recipe.head.model_copy(update={"kind": kind})})
 
 
 def _describe(recipe: Recipe, target: Target, folder: Path) -> None:

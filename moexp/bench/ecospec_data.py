@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from moexp import metrics
-from moexp.metrics import Interval, Ratio
+from moexp.bench.rows import Bootstrapped
+from moexp.metrics import Ratio
 from moexp.records import StepRecord
 from moexp.report import Arm, Measured, load_measured, read_json
 
@@ -30,7 +31,7 @@ def parts_of(label: str) -> tuple[str, str]:
 
 
 @dataclass
-class EcoRun:
+class EcoRun(Bootstrapped):
     """A run folder, read.
 
     Attributes:
@@ -46,19 +47,6 @@ class EcoRun:
     by_gamma: dict[int, Measured] = field(default_factory=dict)
     by_batch: dict[int, Measured] = field(default_factory=dict)
     samples: int = 2000
-
-    def over(self, arms: list[Arm], of: Any) -> Interval:
-        """A ratio, pooled over prompts."""
-        return metrics.bootstrap([of(arm) for arm in arms], samples=self.samples)
-
-    def speedup(self, arms: dict[int, Arm], ar: dict[int, Arm]) -> Interval:
-        """Tokens a second over AR's, prompts drawn together."""
-        pairs = [
-            (metrics.tokens_per_s([arm.request]), metrics.tokens_per_s([ar[number].request]))
-            for number, arm in arms.items()
-            if number in ar
-        ]
-        return metrics.bootstrap_quotient(pairs, samples=self.samples)
 
 
 def load_eco_run(folder: Path, samples: int = 2000) -> EcoRun:

@@ -22,6 +22,7 @@ from moexp.bench.ecospec_data import (
     parts_of,
     predict_time,
 )
+from moexp.bench.rows import rate, with_ends
 from moexp.papers import Paper, load_paper
 from moexp.report import PAPER, Measured, Row, Table, View, put, text, text_of
 from moexp.sim.traffic import TrafficModel
@@ -37,10 +38,6 @@ NOTES = (
 )
 
 
-def with_ends(*names: str) -> list[str]:
-    return [f"{name}{end}" for name in names for end in ("", "_lo", "_hi")]
-
-
 def measured_row(run: EcoRun, found: Measured, method: str, workload: str, temperature: float) -> Row:
     """Speedup, alpha and E of one method on one workload (or on all of them)."""
     arms = {n: arm for n, arm in found.arms[method].items() if workload in (arm.request.workload, AVERAGE)}
@@ -54,13 +51,12 @@ def measured_row(run: EcoRun, found: Measured, method: str, workload: str, tempe
         "tag": found.tag,
     }
     if method != AR:
-        put(row, "speedup", run.speedup(arms, found.arms.get(AR, {})))
+        put(row, "speedup", run.against(arms, rate, found.arms.get(AR, {}), rate))
     put(row, "alpha", run.over(listed, lambda arm: metrics.alpha(arm.steps)))
     put(row, "experts_per_layer", run.over(listed, lambda arm: metrics.experts_per_layer(arm.steps)))
     rows = metrics.pooled(map(nodes_verified, listed)).value
     if rows is not None:
-        experts, top_k = int(run.target["num_experts"]), int(run.target["top_k"])
-        row["uniform"] = experts * (1 - (1 - top_k / experts) ** rows)
+        row["uniform"] = metrics.uniform_union(int(run.target["num_experts"]), int(run.target["top_k"]), rows)
     return row
 
 
