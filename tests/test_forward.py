@@ -165,7 +165,7 @@ def test_a_moe_layer_is_equation_4_and_5(tiny_folder, rows, top_r):
     module = engine.target.moe_block(2)
     weights = {expert: w for (layer, expert), w in engine.store.weights.items() if layer == 2}
     x_TH = torch.randn(rows, 64, generator=torch.Generator().manual_seed(1))
-    layer = engine._layers[2].moe
+    layer = engine._network.layers[2].moe
     live = min(rows, 5)
     expected = naive_moe(module, weights, x_TH[:live], top_r or 4)
     for drafts in (False, True):
@@ -179,7 +179,8 @@ def test_a_moe_layer_is_equation_4_and_5(tiny_folder, rows, top_r):
 def test_small_bf16_experts_are_computed_in_fp32(tiny_folder):
     """Closer to the truth than bf16 throughout, and that is what the CPU does faster."""
     engine = make_engine(tiny_folder(dtype=torch.bfloat16), torch.bfloat16)
-    assert engine._compute[8].dtype == (torch.float32 if engine.device.type == "cpu" else torch.bfloat16)
+    moe: Any = engine._network.layers[-1].moe
+    assert moe.compute[8].dtype == (torch.float32 if engine.device.type == "cpu" else torch.bfloat16)
 
 
 def test_prefetch_is_announced_with_the_routing_and_never_what_is_demanded(tiny_folder):
@@ -354,7 +355,7 @@ def test_draft_experts_as_trained_are_run_as_they_compute(tiny_folder):
         expert.scale.fill_(0.7)
     engine: Any = make_engine(tiny_folder(), draft_experts=experts)
     x_TH = torch.randn(1, 64, generator=generator)
-    layer = engine._layers[3].moe
+    layer = engine._network.layers[3].moe
     with_it, _ = layer(x_TH, 1, StepPath("draft", top_r=1, draft_experts=True), engine.store)
     without, _ = layer(x_TH, 1, StepPath("draft", top_r=1), engine.store)
     assert torch.allclose(with_it - without, experts.forward_layer(3, x_TH), atol=1e-5)

@@ -28,7 +28,6 @@ from moexp.report import PROBE, PROVENANCE, REQUESTS, SETTINGS, STEPS
 from moexp.runtime.decode import decode_all
 from moexp.runtime.decode_batch import decode_batch
 from moexp.runtime.forward import Engine
-from moexp.runtime.kv import BlockCacheLayer
 from moexp.runtime.method import Method
 from moexp.runtime.verify import Sampling
 
@@ -57,9 +56,8 @@ class PromptEngine(Engine):
         """As the engine's; at once where the cache still holds these very ids."""
         prompt = tuple(ids)
         if prompt and prompt == self._held and self.cache is self._held_in:
-            for layer in self.cache.layers:
-                assert isinstance(layer, BlockCacheLayer)
-                layer.length = len(prompt)
+            for layer in range(self.spec.num_layers):
+                self.cache.rewind(layer, len(prompt))
             self.lane.features = list(self._held_features or ())
             return
         self._held_in = None  # whatever stops the prefill, what the cache holds then is not a prompt

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from moexp.errors import MoexpError
 from moexp.records import StepRecord
 from moexp.runtime.forward import Block, StepOut
 from moexp.runtime.moe import StepPath
@@ -46,3 +48,22 @@ class Loop(Protocol):
         Returns:
             the record (without the store's counters), and the logits of the emitted positions.
         """
+
+
+def check_request(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Whether there is something to decode.
+
+    Raises:
+        MoexpError: an empty prompt, or no room for a token.
+    """
+    if not all(prompts):
+        raise MoexpError("an empty prompt", valid="at least one token")
+    if max_new_tokens < 1:
+        raise MoexpError(f"{max_new_tokens} new tokens", where="decode.max_new_tokens", valid="from 1")
+
+
+def finish_reason(tokens: Sequence[int], stop_ids: Collection[int], max_new_tokens: int) -> str:
+    """Why an answer ends with the last of these tokens: "stop", "length", or "" where it goes on."""
+    if tokens[-1] in stop_ids:
+        return "stop"
+    return "length" if len(tokens) == max_new_tokens else ""

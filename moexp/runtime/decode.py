@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from moexp.errors import MoexpError
 from moexp.records import RequestRecord, StepRecord
-from moexp.runtime.cycle import Loop, Prepared
+from moexp.runtime.cycle import Loop, Prepared, check_request, finish_reason
 from moexp.runtime.decode_tree import TreeCycle, TreeLoop
 from moexp.runtime.drafters import Drafted, SelfDrafter, draft_path, routing_overlap, union_size, until_stop
 from moexp.runtime.forward import AR, VERIFY, Block, Engine, StepOut
@@ -79,10 +78,7 @@ def decode(
         MoexpError: an empty prompt, more positions than the target's context, or a method that the engine cannot run.
     """
     check_method(method, engine)
-    if not prompt_ids:
-        raise MoexpError("an empty prompt", valid="at least one token")
-    if max_new_tokens < 1:
-        raise MoexpError(f"{max_new_tokens} new tokens", where="decode.max_new_tokens", valid="from 1")
+    check_request([prompt_ids], max_new_tokens)
     begin_s = time.perf_counter()
     engine.start(len(prompt_ids) + max_new_tokens)
     engine.prefill(prompt_ids[:-1])
@@ -101,10 +97,7 @@ def decode(
         tokens += step.tokens
         decode_s += step.cycle_s
         pending, cycle = tokens[-1], cycle + 1
-        if pending in loop.stop_ids:
-            finish = "stop"
-        elif len(tokens) == max_new_tokens:
-            finish = "length"
+        finish = finish_reason(tokens, loop.stop_ids, max_new_tokens)
         if on_logits is not None:
             on_logits(logits_BV)
         yield step

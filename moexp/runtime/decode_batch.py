@@ -14,7 +14,7 @@ import numpy as np
 
 from moexp.errors import MoexpError
 from moexp.records import RequestRecord, StepRecord
-from moexp.runtime.cycle import Loop, Prepared
+from moexp.runtime.cycle import Loop, Prepared, check_request, finish_reason
 from moexp.runtime.decode import make_loop
 from moexp.runtime.decode_tree import TreeLoop
 from moexp.runtime.drafters import union_size
@@ -65,8 +65,7 @@ def decode_batch(
     check_method(method, engine)
     if not prompts or not all(prompts):
         raise MoexpError("an empty batch or prompt", valid="at least one prompt of at least one token")
-    if max_new_tokens < 1:
-        raise MoexpError(f"{max_new_tokens} new tokens", where="decode.max_new_tokens", valid="from 1")
+    check_request(prompts, max_new_tokens)
     alone = engine.lane
     try:
         rows = _start(engine, prompts, method, sampling, max_new_tokens, frozenset(stop_ids))
@@ -139,10 +138,7 @@ def _cycle(engine: Engine, rows: Sequence[_Row], max_new_tokens: int, number: in
         record, _ = row.loop.finish(one, out, row.request, number)
         row.tokens += record.tokens
         row.pending = row.tokens[-1]
-        if row.pending in row.loop.stop_ids:
-            row.finish = "stop"
-        elif len(row.tokens) == max_new_tokens:
-            row.finish = "length"
+        row.finish = finish_reason(row.tokens, row.loop.stop_ids, max_new_tokens)
         records.append(record)
         predict_s += record.predict_s or 0.0
     end_s = time.perf_counter()

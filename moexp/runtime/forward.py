@@ -13,28 +13,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from moexp.errors import MoexpError
-from moexp.runtime.attention import BlockContext, GroupedAttention, ModuleAttention, RotaryTable, branches_of
+from moexp.runtime.attention import BlockContext, RotaryTable, branches_of
 from moexp.runtime.kv import BlockCache, CausalMasks, padded_length
-from moexp.runtime.linear import SwiGLU, make_linear
-from moexp.runtime.moe import (
-    ExpertCompute,
-    MoELayer,
-    StepPath,
-    can_route_by_sigmoid,
-    module_route,
-    sigmoid_route,
-)
+from moexp.runtime.layers import LayerDrafts, Network, restructures_attention
+from moexp.runtime.moe import StepPath
 from moexp.runtime.store import ExpertStore
-from moexp.target.draft_expert import DraftExperts
 from moexp.target.draft_head import DraftHead
 from moexp.target.load import Target
 
@@ -44,13 +34,6 @@ if TYPE_CHECKING:
 PREFILL = StepPath("prefill")
 AR = StepPath("ar")
 VERIFY = StepPath("verify")
-
-
-class LayerDrafts(Protocol):
-    """Draft experts as `moexp.target.draft_expert.DraftExperts` has them."""
-
-    def forward_layer(self, layer: int, x_TH: Tensor) -> Tensor:
-        """Scaled output of the layer's draft expert."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +72,6 @@ class Block:
 
     ids: Sequence[int]
     parents: Sequence[int] | None = None
-
-
-@dataclass
-class _Layer:
-    norm_1: Callable[[Tensor], Tensor]
-    attend: Callable[[Tensor, BlockContext], Tensor]
-    norm_2: Callable[[Tensor], Tensor]
-    moe: MoELayer | None
-    dense: Callable[[Tensor], Tensor] | None
 
 
 class Engine:
@@ -146,8 +120,16 @@ class Engine:
         # Latent attention has as many expanded key heads as query heads, whatever its config calls them.
         latent = hasattr(target.model.config, "kv_lora_rank")
         self._group = 1 if latent else self.spec.num_heads // self.spec.num_kv_heads
-        self._fused = restructured and target.family.attention == "gqa"
-        self._build_layers(restructured, pack and restructured)
+        self._fused = restructures_attention(target, restructured)
+        self._base: Any = target.model.model
+        self._network = Network.of(
+            target,
+            block=block,
+            draft_rows=draft_rows,
+            draft_experts=draft_experts,
+            restructured=restructured,
+            pack=pack and restructured,
+        )
         self._layer_offsets_L1 = np.arange(len(self.spec.moe_layers))[:, None] * self.spec.num_experts
         self._capacity = 0
         self.lane: Lane
@@ -236,7 +218,7 @@ class Engine:
         rows = self.draft_rows if narrow else self.block
         outs = []
         for block, (x_TH, routing) in zip(blocks, self._run(blocks, lanes, rows, path), strict=True):
-            logits_TV = self._head(self._final_norm(x_TH))
+            logits_TV = self._network.head(self._network.final_norm(x_TH))
             outs.append(StepOut(logits_TV[: len(block.ids)].float(), np.stack(routing).astype(np.int16)))
         return outs
 
@@ -272,11 +254,11 @@ class Engine:
         contexts = [self._context(rows, lane.cache, block.parents) for lane, block in zip(lanes, blocks, strict=True)]
         # Padding repeats the last token: finite values, and no expert is asked for it.
         padded = [[*block.ids, *[block.ids[-1]] * (rows - len(block.ids))] for block in blocks]
-        xs = [self._embed(torch.tensor(ids, device=self.device)) for ids in padded]
+        xs = [self._network.embed(torch.tensor(ids, device=self.device)) for ids in padded]
         routings: list[list[np.ndarray]] = [[] for _ in blocks]
         wanted = self.draft_head.feature_layers if self.draft_head is not None and path.phase != "draft" else None
         seen: list[list[Tensor]] = [[] for _ in blocks]
-        for number, layer in enumerate(self._layers):
+        for number, layer in enumerate(self._network.layers):
             xs = [x_TH + layer.attend(layer.norm_1(x_TH), context) for x_TH, context in zip(xs, contexts, strict=True)]
             hidden = [layer.norm_2(x_TH) for x_TH in xs]
             if layer.moe is not None:
@@ -297,7 +279,7 @@ class Engine:
             blocks, lanes, contexts, xs, seen, lives, starts, strict=True
         ):
             if wanted is not None:
-                lane.features.append(torch.cat(taken, dim=-1) if wanted else self._final_norm(x_TH[:live]))
+                lane.features.append(torch.cat(taken, dim=-1) if wanted else self._network.final_norm(x_TH[:live]))
             lane.tree_start, lane.tree_kept = start, context.kept
             kept = start + live if block.parents is None else start
             lane.cache.crop(kept - lane.cache.length)
@@ -323,84 +305,3 @@ class Engine:
         like = torch.zeros(1, dtype=self.dtype, device=self.device)
         rotary = self._base.rotary_emb(like, positions)
         return BlockContext(rows, mask_TK, mask_GTK, cache, rotary, positions, branches)
-
-    def _build_layers(self, restructured: bool, pack: bool) -> None:
-        model, spec, family = self.target.model, self.spec, self.target.family
-        self._base: Any = model.model
-        rows = self.block
-        self._compute = {
-            width: ExpertCompute(
-                rows=width,
-                max_union=min(spec.num_experts, width * spec.top_k),
-                hidden=spec.hidden_size,
-                width=spec.expert_width,
-                dtype=self.dtype,
-                device=self.device,
-            )
-            for width in {self.block, self.draft_rows}
-        }
-        self._embed = model.get_input_embeddings()
-        self._final_norm = self._norm(self._base.norm)
-        head: Any = model.get_output_embeddings()
-        self._head = make_linear(head.weight, head.bias, rows=rows, pack=pack)
-        self._layers = []
-        for number, module in enumerate(self._base.layers):
-            attend: Callable[[Tensor, BlockContext], Tensor]
-            if self._fused:
-                attend = GroupedAttention(
-                    module.self_attn,
-                    num_heads=spec.num_heads,
-                    num_kv_heads=spec.num_kv_heads,
-                    layer=number,
-                    rows=rows,
-                    pack=pack,
-                )
-            else:
-                attend = ModuleAttention(module.self_attn)
-            is_moe = number in spec.moe_layers
-            feed_forward = None
-            resident = getattr(module.mlp, family.shared) if is_moe and family.shared else module.mlp
-            if not is_moe or family.shared:
-                feed_forward = SwiGLU.from_module(resident, rows=rows, pack=pack) if restructured else resident
-            self._layers.append(
-                _Layer(
-                    norm_1=self._norm(module.input_layernorm),
-                    attend=attend,
-                    norm_2=self._norm(module.post_attention_layernorm),
-                    moe=self._moe_layer(number, module.mlp, feed_forward, restructured, pack) if is_moe else None,
-                    dense=None if is_moe else feed_forward,
-                )
-            )
-
-    def _moe_layer(
-        self,
-        number: int,
-        module: nn.Module,
-        shared: Callable[[Tensor], Tensor] | None,
-        restructured: bool,
-        pack: bool,
-    ) -> MoELayer:
-        router = getattr(module, self.target.family.router)
-        by_sigmoid = restructured and self.target.family.routing == "sigmoid" and can_route_by_sigmoid(router)
-        return MoELayer(
-            number,
-            sigmoid_route(router) if by_sigmoid else module_route(router),
-            shared,
-            self.spec.num_experts,
-            self._compute,
-            self._draft_expert(number, pack),
-        )
-
-    def _draft_expert(self, layer: int, pack: bool) -> Callable[[Tensor], Tensor] | None:
-        drafts = self.draft_experts
-        if isinstance(drafts, DraftExperts):
-            weights: Any = drafts.experts[str(layer)]
-            down_HW = (weights.down.float() * weights.scale.float()).to(weights.down.dtype)
-            return SwiGLU(weights.gate_up, down_HW, rows=self.draft_rows, pack=pack)
-        return None if drafts is None else partial(drafts.forward_layer, layer)
-
-    def _norm(self, module: Any) -> Callable[[Tensor], Tensor]:
-        if not self._fused:
-            return module
-        weight, eps, shape = module.weight, module.variance_epsilon, module.weight.shape
-        return lambda x_TH: F.rms_norm(x_TH, shape, weight, eps)

@@ -1,0 +1,158 @@
+"""The target as an engine runs it: its layers as plain functions over a block, from transformers' own modules.
+
+Attention, routing and feed-forward are restructured where the family has such a form; weights are fused and packed for
+the rows of a decoding step.
+
+Shape suffixes: T rows of a block, H hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moexp.runtime.attention import BlockContext, GroupedAttention, ModuleAttention
+from moexp.runtime.linear import SwiGLU, make_linear
+from moexp.runtime.moe import ExpertCompute, MoELayer, can_route_by_sigmoid, module_route, sigmoid_route
+from moexp.target.draft_expert import DraftExperts
+from moexp.target.load import Target
+
+
+class LayerDrafts(Protocol):
+    """Draft experts as `moexp.target.draft_expert.DraftExperts` has them."""
+
+    def forward_layer(self, layer: int, x_TH: Tensor) -> Tensor:
+        """Scaled output of the layer's draft expert."""
+
+
+@dataclass
+class Layer:
+    """One decoder layer: attention, then either its experts or a dense feed-forward block."""
+
+    norm_1: Callable[[Tensor], Tensor]
+    attend: Callable[[Tensor, BlockContext], Tensor]
+    norm_2: Callable[[Tensor], Tensor]
+    moe: MoELayer | None
+    dense: Callable[[Tensor], Tensor] | None
+
+
+@dataclass
+class Network:
+    """A target's layers and what stands before and behind them.
+
+    Attributes:
+        embed: ids [T] -> [T, H].
+        layers: in order.
+        final_norm: [T, H] -> [T, H].
+        head: [T, H] -> logits [T, V].
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    layers: list[Layer]
+    final_norm: Callable[[Tensor], Tensor]
+    head: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        target: Target,
+        *,
+        block: int,
+        draft_rows: int,
+        draft_experts: LayerDrafts | None,
+        restructured: bool,
+        pack: bool,
+    ) -> Network:
+        """The network of a target; arguments as for `Engine`."""
+        spec, model = target.spec, target.model
+        base: Any = model.model
+        compute = {
+            rows: ExpertCompute(
+                rows=rows,
+                max_union=min(spec.num_experts, rows * spec.top_k),
+                hidden=spec.hidden_size,
+                width=spec.expert_width,
+                dtype=target.dtype,
+                device=target.device,
+            )
+            for rows in {block, draft_rows}
+        }
+        fused = restructures_attention(target, restructured)
+        layers = []
+        for number, module in enumerate(base.layers):
+            is_moe = number in spec.moe_layers
+            resident = _feed_forward(target, module.mlp, is_moe, block, restructured, pack)
+            moe = None
+            if is_moe:
+                draft = _draft_expert(draft_experts, number, draft_rows, pack)
+                route = _route(target, module.mlp, restructured)
+                moe = MoELayer(number, route, resident, spec.num_experts, compute, draft)
+            layers.append(
+                Layer(
+                    norm_1=_norm(module.input_layernorm, fused),
+                    attend=_attention(target, module.self_attn, number, block, fused, pack),
+                    norm_2=_norm(module.post_attention_layernorm, fused),
+                    moe=moe,
+                    dense=None if is_moe else resident,
+                )
+            )
+        head: Any = model.get_output_embeddings()
+        return cls(
+            embed=model.get_input_embeddings(),
+            layers=layers,
+            final_norm=_norm(base.norm, fused),
+            head=make_linear(head.weight, head.bias, rows=block, pack=pack),
+        )
+
+
+def restructures_attention(target: Target, restructured: bool) -> bool:
+    """Whether attention (and with it rotary positions and norms) takes the restructured form."""
+    return restructured and target.family.attention == "gqa"
+
+
+def _attention(
+    target: Target, module: Any, layer: int, rows: int, fused: bool, pack: bool
+) -> Callable[[Tensor, BlockContext], Tensor]:
+    if not fused:
+        return ModuleAttention(module)
+    spec = target.spec
+    return GroupedAttention(
+        module, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, layer=layer, rows=rows, pack=pack
+    )
+
+
+def _feed_forward(
+    target: Target, mlp: Any, is_moe: bool, rows: int, restructured: bool, pack: bool
+) -> Callable[[Tensor], Tensor] | None:
+    """The dense block of a layer, or the shared experts of one with experts; None where it has none."""
+    shared = target.family.shared
+    if is_moe and not shared:
+        return None
+    resident: Any = getattr(mlp, shared) if is_moe and shared else mlp
+    return SwiGLU.from_module(resident, rows=rows, pack=pack) if restructured else resident
+
+
+def _route(target: Target, mlp: nn.Module, restructured: bool) -> Any:
+    router = getattr(mlp, target.family.router)
+    by_sigmoid = restructured and target.family.routing == "sigmoid" and can_route_by_sigmoid(router)
+    return sigmoid_route(router) if by_sigmoid else module_route(router)
+
+
+def _draft_expert(drafts: LayerDrafts | None, layer: int, rows: int, pack: bool) -> Callable[[Tensor], Tensor] | None:
+    if isinstance(drafts, DraftExperts):
+        weights: Any = drafts.experts[str(layer)]
+        down_HW = (weights.down.float() * weights.scale.float()).to(weights.down.dtype)
+        return SwiGLU(weights.gate_up, down_HW, rows=rows, pack=pack)
+    return None if drafts is None else partial(drafts.forward_layer, layer)
+
+
+def _norm(module: Any, fused: bool) -> Callable[[Tensor], Tensor]:
+    if not fused:
+        return module
+    weight, eps, shape = module.weight, module.variance_epsilon, module.weight.shape
+    return lambda x_TH: F.rms_norm(x_TH, shape, weight, eps)
