@@ -200,7 +200,8 @@ def provenance_lines(sources: Sequence[Measured]) -> list[str]:
     """
     groups: dict[str, list[Measured]] = {}
     for source in sources:
-        groups.setdefault(_provenance(source), []).append(source)
+        line = provenance_text(source.provenance, threads=source.settings.get("threads", "unknown"))
+        groups.setdefault(line, []).append(source)
     lines = []
     for line, members in groups.items():
         names = [
@@ -293,9 +294,8 @@ def _wrap(paragraph: str, first: str, rest: str, width: int = 80) -> str:
     )
 
 
-def _provenance(source: Measured) -> str:
+def provenance_text(runs: Sequence[dict[str, Any]], *, threads: Any = None) -> str:
     """One line without dates; several invocations (a resumed run) show every command and commit once."""
-    runs = source.provenance
     if not runs:
         return "not recorded"
 
@@ -309,12 +309,12 @@ def _provenance(source: Measured) -> str:
     hardware, versions = runs[-1].get("hardware", {}), runs[-1].get("versions", {})
     memory = hardware.get("memory_gib")
     parts = [
-        f"command `{once(run['command'] for run in runs)}`",
+        f"command `{once(run.get('command') for run in runs)}`",
         f"commit {once(map(commit, runs))}",
         f"{hardware.get('cpu') or 'unknown CPU'}, {hardware.get('cores')} cores"
         + (f", {memory} GiB" if memory else "")
         + "".join(f", {gpu}" for gpu in hardware.get("gpus") or ()),
-        f"compute threads {source.settings.get('threads', 'unknown')}",
+        *([] if threads is None else [f"compute threads {threads}"]),
         f"seed {once(run.get('seed') for run in runs)}",
         ", ".join(f"{name} {version}" for name, version in versions.items() if version),
     ]

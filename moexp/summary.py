@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moexp.atomic import write_json, write_text
-from moexp.report import MEASURED, Row, View, to_csv, view_text
+from moexp.report import MEASURED, Row, View, provenance_text, to_csv, view_text
 
 DRAFT_COLUMNS = (
     "drafter", "agreement", "kl", "router_agreement", "acceptance_ctx", "accepted_1", "accepted_2", "accepted_3",
@@ -133,10 +133,4 @@ def _quoted(answer: str) -> str:
 
 
 def _origin(provenance: dict[str, Any]) -> str:
-    git, hardware = provenance.get("git") or {}, provenance.get("hardware") or {}
-    commit = (git.get("commit") or "unknown")[:12] + (" (dirty)" if git.get("dirty") else "")
-    versions = ", ".join(f"{name} {version}" for name, version in provenance.get("versions", {}).items() if version)
-    return (
-        f"Provenance: command `{provenance.get('command')}`; commit {commit}; {hardware.get('cpu') or 'unknown CPU'}, "
-        f"{hardware.get('cores')} cores; seed {provenance.get('seed')}; {versions}."
-    )
+    return f"Provenance: {provenance_text([provenance])}."

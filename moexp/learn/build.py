@@ -21,7 +21,7 @@ from ..progress import note_of, stage
 from ..recipe import Recipe
 from ..schema import TargetSection
 from ..target.carve import Geometry, LayerPlan, calibrate, carve
-from ..target.delta import apply_delta, coded_bases, find_delta, save_delta
+from ..target.delta import Rebuilt, apply_delta, coded_bases, find_delta, save_delta
 from ..target.pad import pad_experts
 from ..target.source import Dense, load_dense
 from ..target.tiny import build_tiny_target
@@ -94,24 +94,23 @@ def _build_carved(recipe: Recipe, folder: Path, cache: Path, provenance: dict[st
     manifest: dict[str, Any] = {"origin": dense.origin, "geometry": section.carve.model_dump(), "delta": section.delta}
     quality: dict[str, Any] = {}
     delta = None
-    if section.delta is not None:
+    rebuilt = None
+    if (start := section.delta or section.repair.start) is not None:
         with stage("Apply the delta", None):
-            rebuilt = apply_delta(find_delta(section.delta), dense.model, geometry)
+            rebuilt = apply_delta(find_delta(start), dense.model, geometry)
+    if rebuilt is not None and section.delta is not None:
         model, manifest["repair"] = rebuilt.model, rebuilt.details
     else:
-        earlier = None
-        if section.repair.start is not None:
-            with stage("Apply the delta", None):
-                rebuilt = apply_delta(find_delta(section.repair.start), dense.model, geometry)
-            model, plans, bases, earlier = rebuilt.model, rebuilt.plans, rebuilt.bases, rebuilt.details
-        else:
+        fresh, earlier = rebuilt is None, None if rebuilt is None else rebuilt.details
+        if rebuilt is None:
             model, plans = _carve(dense, train_NL, geometry, section.carve.calibration_tokens)
-            bases = coded_bases(model)
-        quality["carved" if earlier is None else "start"] = measure_quality(model, dense.model, held_NL).as_dict()
-        _repair(model, dense, plans, bases, train_NL, recipe, work / "repair")
+            rebuilt = Rebuilt(model, plans, coded_bases(model), details={})
+        model, plans = rebuilt.model, rebuilt.plans
+        quality["carved" if fresh else "start"] = measure_quality(model, dense.model, held_NL).as_dict()
+        _repair(model, dense, plans, rebuilt.bases, train_NL, recipe, work / "repair")
         manifest["repair"] = {"tokens": train_NL.numel(), **section.repair.model_dump(mode="json"), "earlier": earlier}
         if section.repair.delta is not None:
-            delta, density = work / "repair.delta", section.repair.delta.density
+            delta, density = work / DELTA, section.repair.delta.density
             save_delta(delta, model, dense.model, plans, geometry, density, manifest["repair"])
             model = apply_delta(delta, dense.model, geometry).model  # what a build from it gets, to the bit
     model = model.eval().bfloat16()
