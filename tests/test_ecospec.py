@@ -19,7 +19,7 @@ CHANGES = [
     "head={steps: 1, rows: 2, unroll: 2, max_minutes: null}",
     "draft.held_out_rows=2",
     "bench={workloads: [chat, math], bootstrap_samples: 50, warmup_prompts: 0}",
-    "ecospec={max_new_tokens: 6, gammas: [2, 4], batches: [1, 2], temperatures: [0.0, 1.0]}",
+    "ecospec={max_new_tokens: 6, gamma_sweep: [2, 4], batch_sweep: [1, 2], temperatures: [0.0, 1.0]}",
 ]
 
 

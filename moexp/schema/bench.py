@@ -37,9 +37,9 @@ class EcoSpecSection(Section):
     """Tokens drafted behind a node, and nodes that the next step expands."""
     gamma: Positive = 4
     """Nodes verified, the pending token included."""
-    gammas: tuple[Positive, ...] = (3, 4, 5, 6)
+    gamma_sweep: tuple[Positive, ...] = (3, 4, 5, 6)
     """Of the sweep (Table 11)."""
-    batches: tuple[Positive, ...] = (1, 2, 4, 8)
+    batch_sweep: tuple[Positive, ...] = (1, 2, 4, 8)
     """Requests decoded together (Tables 6 and 8)."""
     epsilon: PositiveFloat = 1.0
     temperatures: tuple[NonNegativeFloat, ...] = (0.0, 1.0)
