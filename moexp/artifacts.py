@@ -235,7 +235,7 @@ def method_of(section: DecodeSection) -> Method:
         tree = section.tree
         shape = TreeShape(tree.steps, tree.width, tree.beam, tree.pruned)
         plan = TreePlan(shape, tree.selector, tree.gamma, tree.epsilon, tree.predictor)
-    names = ("drafter", "r", "max_draft", "policy", "tau", "budget", "prefetch")
+    names = ("drafter", "r", "max_draft", "policy", "tau", "budget", "prefetch", "prefetch_top")
     return Method(**{name: getattr(section, name) for name in names}, tree=plan)
 
 

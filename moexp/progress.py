@@ -51,5 +51,5 @@ def stage(name: str, total: int | None) -> Iterator[Advance]:
 
 
 def note_of(metrics: dict[str, float], *names: str) -> str:
-    """The named metrics as a short note for a bar."""
-    return "  ".join(f"{name} {metrics[name]:.3f}" for name in names)
+    """Those of the named metrics that there are, as a short note for a bar."""
+    return "  ".join(f"{name} {metrics[name]:.3f}" for name in names if name in metrics)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -321,7 +322,7 @@ def cycle(confidences: list[float], accepted: int) -> Cycle:
     places = range(len(confidences))
     return Cycle(
         confidences,
-        [frozenset({10 * i, 10 * i + 1, 10 * i + 2}) for i in places],
+        [np.array([[10 * i, 10 * i + 1, 10 * i + 2]]) for i in places],
         [frozenset({10 * i}) for i in places],
         [frozenset({10 * i, 10 * i + 5}) for i in range(len(confidences) + 1)],
         accepted,
@@ -336,10 +337,12 @@ def test_an_estimate_is_tokens_over_the_longer_of_drafting_and_loading_plus_veri
     # the second token is doubtful and brings 3 new experts: dropped at B = 2, after its draft step
     assert estimate(one, Setting(3, 0.5, 2), free) == pytest.approx(2 / 4)
     assert estimate(one, Setting(3, 0.5, 3), free) == pytest.approx(4 / 5)
-    # 9 predicted and 4 x {10 i + 5}, and row 3's own 30: 14 experts
-    assert estimate(one, Setting(3, 0.0, 0), Costs(1.0, 2.0, 1.0)) == pytest.approx(4 / 16)
-    # dropped: 6 predicted by two steps, 5 and 15: 8 experts
-    assert estimate(one, Setting(3, 0.5, 2), Costs(1.0, 2.0, 1.0)) == pytest.approx(2 / 10)
+    # 9 predicted in the shadow of 3 draft steps; then 4 x {10 i + 5} and row 3's own 30
+    assert estimate(one, Setting(3, 0.0, 0), Costs(1.0, 2.0, 1.0)) == pytest.approx(4 / (9 + 5))
+    # only the first of each three is announced: it is what drafting runs anyway, so drafting hides its loading
+    assert estimate(one, Setting(3, 0.0, 0, prefetch_top=1), Costs(1.0, 2.0, 1.0)) == pytest.approx(4 / (3 + 5))
+    # dropped: 6 predicted by two steps; 5 and 15 are as many as the verifier's compute hides
+    assert estimate(one, Setting(3, 0.5, 2), Costs(1.0, 2.0, 1.0)) == pytest.approx(2 / (6 + 2))
     assert estimate([], Setting(3, 0.5, 2), free) == 0
 
 

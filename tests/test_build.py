@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,16 @@ from moexp.learn import build
 from moexp.learn.build import build_target, read_manifest
 from moexp.learn.loop import Schedule
 from moexp.learn.quality import measure_quality
-from moexp.learn.repair import LoadBalancer, RepairSettings, moe_layers, prepare, repair_end_to_end, repair_layerwise
+from moexp.learn.repair import (
+    LoadBalancer,
+    RepairSettings,
+    RoutingLocality,
+    expected_new,
+    moe_layers,
+    prepare,
+    repair_end_to_end,
+    repair_layerwise,
+)
 from moexp.recipe import Recipe, load_recipe
 from moexp.schema import DeltaSection
 from moexp.target.carve import Geometry, calibrate, carve
@@ -146,6 +156,40 @@ def test_the_balancer_moves_the_bias_against_the_load():
     assert worst >= float(load.max() / load.mean())
     assert balancer.state()["0"] is gate.e_score_correction_bias  # what a checkpoint must hold
     balancer.close()
+
+
+def test_new_experts_are_those_that_the_tokens_before_have_not_used():
+    scores_TE = torch.tensor([[9, 8, 1, 0], [9, 1, 8, 0], [1, 9, 8, 0], [1, 0, 8, 9]]).float()
+    index_Tk = scores_TE.topk(2).indices
+    # each token brings one expert that the one before it had not; with two to look back at, the third brings none
+    assert float(expected_new(scores_TE, index_Tk, 4, window=1, sharpness=1e-3)) == pytest.approx(1 / 2)
+    assert float(expected_new(scores_TE, index_Tk, 4, window=2, sharpness=1e-3)) == pytest.approx((0 + 1) / 2 / 2)
+    # two rows of two tokens do not see each other
+    assert float(expected_new(scores_TE, index_Tk, 2, window=1, sharpness=1e-3)) == pytest.approx(1 / 2)
+    scores_TE.requires_grad_()
+    expected_new(scores_TE, index_Tk, 4, window=1, sharpness=1.0).backward()
+    assert scores_TE.grad is not None
+    assert float(scores_TE.grad[3, 3]) > 0 and float(scores_TE.grad[3, 2]) == 0  # the new one down, the kept one not
+
+
+def test_locality_makes_neighbours_share_experts():
+    dense, rows = dense_model(dtype=torch.bfloat16), random_rows(16, 24)
+    calibration = calibrate(dense, iter([rows.long()]), range(1, 3))
+    moved = []
+    for weight in (0.0, 5.0):
+        torch.manual_seed(0)
+        model, _ = carve(dense, calibration, Geometry(32, 8, 3, 8))
+        prepare(model)
+        log: list[dict[str, float]] = []
+        settings = replace(SETTINGS, locality=weight, end_to_end=Schedule(steps=12, lr=3e-3, warmup=2))
+        repair_end_to_end(model, dense, rows, settings, on_step=lambda step, metrics, into=log: into.append(metrics))
+        assert ("moved" in log[0]) == (weight > 0)
+        watch = RoutingLocality(model, rows.shape[1])
+        with torch.no_grad():
+            model(input_ids=rows.long())
+        moved.append(float(watch.take()))
+        watch.close()
+    assert moved[1] < moved[0] - 0.02
 
 
 def test_quality_without_routed_experts_is_that_of_the_shared_ones_alone():

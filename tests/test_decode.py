@@ -195,6 +195,15 @@ def test_dropped_tokens_are_not_prefetched_for_unless_inline(engine, watched):
     assert len(watched.prefetched()) == 3 * 2, "two cycles had room for a draft"
 
 
+@pytest.mark.parametrize("inline", [True, False])
+@pytest.mark.parametrize("top", [1, 2, None])
+def test_only_the_surest_predictions_are_prefetched(engine, watched, top: int | None, inline: bool):
+    method = Method("top-r", max_draft=2, prefetch=True, prefetch_top=top, prefetch_inline=inline)
+    steps, _ = decode_all(engine, prompt(9), method, GREEDY, max_new_tokens=5)
+    kept = (top or 4) - inline  # inline: what drafting runs itself is not announced
+    assert sum(map(len, watched.prefetched())) == kept * 3 * sum(step.drafted for step in steps)
+
+
 def test_a_stop_before_the_first_token_is_an_ar_like_step(engine):
     ids = prompt(9)
     method = Method("top-r", policy="confidence-expansion", tau=1.1, budget=0)

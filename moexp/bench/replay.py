@@ -1,4 +1,4 @@
-"""What other K, tau and B would have done, estimated from one recording: only for choosing what to measure.
+"""What other K, tau, B and prefetches would have done, estimated from one recording: only for choosing what to measure.
 
 Recorded are cycles that drafted the longest block, without truncation, on a resident store: the draft path's routing
 and confidences, the target's routing, and how many drafts were accepted. A shorter block from the same position is a
@@ -33,18 +33,22 @@ class Setting:
     max_draft: int
     tau: float
     budget: int
+    prefetch_top: int | None = None
 
     @property
     def name(self) -> str:
-        return f"K{self.max_draft} tau{self.tau:g} B{self.budget}"
+        prefetch = "" if self.prefetch_top is None else f" P{self.prefetch_top}"
+        return f"K{self.max_draft} tau{self.tau:g} B{self.budget}{prefetch}"
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """One recorded cycle: layer-expert ids of each draft step (all k, and those it ran) and of each verified row."""
+    """One recorded cycle: layer-expert ids of each draft step (all k, [L, k] by descending gate, and those it ran) and
+    of each verified row.
+    """
 
     confidences: list[float]
-    predicted: list[frozenset[int]]
+    predicted: list[np.ndarray]
     drafted: list[frozenset[int]]
     verified: list[frozenset[int]]
     accepted: int
@@ -97,7 +101,7 @@ def record_cycles(
             cycles.append(
                 Cycle(
                     confidences=step.confidences,
-                    predicted=[_ids(engine, routing_L1k[:, 0]) for _, routing_L1k in drafts],
+                    predicted=[_layer_experts(engine, routing_L1k[:, 0]) for _, routing_L1k in drafts],
                     drafted=[_ids(engine, routing_L1k[:, 0, :top_r]) for top_r, routing_L1k in drafts],
                     verified=[_ids(engine, verified_LBk[:, row]) for row in range(verified_LBk.shape[1])],
                     accepted=step.accepted,
@@ -111,9 +115,9 @@ def record_cycles(
 def estimate(cycles: Iterable[Cycle], setting: Setting, costs: Costs) -> float:
     """Tokens a second of the full method (confidence-expansion, prefetch) with `setting`.
 
-    A cycle takes its draft steps or its loading, whichever is longer (they overlap), and then the verifier's compute.
-    Loaded is the union of what drafting runs, what it predicts (prefetched as each router speaks, that of a dropped
-    step too), and what verification of the kept tokens needs.
+    A cycle takes its draft steps or the loading meanwhile, whichever is longer (they overlap): of what drafting runs,
+    and what it predicts as far as that is prefetched, as each router speaks, that of a dropped step too. Then it
+    takes the verifier's compute or the loading of what is still missing, whichever is longer.
     """
     tokens, seconds = 0, 0.0
     for cycle in cycles:
@@ -122,14 +126,21 @@ def estimate(cycles: Iterable[Cycle], setting: Setting, costs: Costs) -> float:
         offered = min(setting.max_draft, len(cycle.confidences))
         while steps < offered:
             steps += 1
-            if not truncation.offer(cycle.confidences[steps - 1], cycle.predicted[steps - 1]):
+            if not truncation.offer(cycle.confidences[steps - 1], cycle.predicted[steps - 1].ravel().tolist()):
                 break
             kept += 1
-        loaded = frozenset().union(*cycle.drafted[:steps], *cycle.predicted[:steps], *cycle.verified[: kept + 1])
+        announced = (ids_Lk[:, : setting.prefetch_top].ravel().tolist() for ids_Lk in cycle.predicted[:steps])
+        early = frozenset().union(*cycle.drafted[:steps], *announced)
+        late = frozenset().union(*cycle.verified[: kept + 1]) - early
         tokens += min(cycle.accepted, kept) + 1
-        seconds += max(steps * costs.draft_s, len(loaded) * costs.load_s) + costs.verify_s
+        seconds += max(steps * costs.draft_s, len(early) * costs.load_s)
+        seconds += max(costs.verify_s, len(late) * costs.load_s)
     return tokens / seconds if seconds else 0.0
 
 
 def _ids(engine: RecordingEngine, routing_Lk: np.ndarray) -> frozenset[int]:
     return frozenset(engine.expert_ids(routing_Lk))
+
+
+def _layer_experts(engine: RecordingEngine, routing_Lk: np.ndarray) -> np.ndarray:
+    return np.array(engine.expert_ids(routing_Lk)).reshape(routing_Lk.shape)

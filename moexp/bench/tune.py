@@ -1,4 +1,4 @@
-"""`moexp tune`: K, tau and B of the full method, on prompts that no table uses.
+"""`moexp tune`: K, tau, B and the prefetched share of the full method, on prompts that no table uses.
 
 The whole grid is first estimated from one recording (simulated). What looks best, and what the recipe has now, is then
 measured on the recipe's platform by successive halving: each round decodes fresh prompts, interleaved and with AR among
@@ -37,7 +37,7 @@ from moexp.target.load import Target
 SHORTLIST = 6
 ROUNDS = 3
 LINK_SAMPLES = 5
-COLUMNS = ["target", "platform", "method", "max_draft", "tau", "budget", "tag", "prompts"]
+COLUMNS = ["target", "platform", "method", "max_draft", "tau", "budget", "prefetch_top", "tag", "prompts"]
 COLUMNS += [f"{name}{end}" for name in ("tokens_per_s", "speedup", "alpha") for end in ("", "_lo", "_hi")] + ["chosen"]
 
 
@@ -52,11 +52,12 @@ class Tuned:
     def overrides(self) -> list[str]:
         """The choice as `--set` would have it."""
         chosen = self.setting
-        return [f"decode.max_draft={chosen.max_draft}", f"decode.tau={chosen.tau:g}", f"decode.budget={chosen.budget}"]
+        made = [f"decode.max_draft={chosen.max_draft}", f"decode.tau={chosen.tau:g}", f"decode.budget={chosen.budget}"]
+        return made if chosen.prefetch_top is None else [*made, f"decode.prefetch_top={chosen.prefetch_top}"]
 
 
 def run_tune(recipe: Recipe, *, out: Path | None = None, results: Path = Path("results")) -> Tuned:
-    """Chooses K, tau and B; writes `results/<recipe>/tune.csv`.
+    """Chooses K, tau, B and how much is prefetched; writes `results/<recipe>/tune.csv`.
 
     Args:
         recipe: its tune section holds the grid.
@@ -93,7 +94,8 @@ def run_tune(recipe: Recipe, *, out: Path | None = None, results: Path = Path("r
 def grid(recipe: Recipe) -> list[Setting]:
     """Every combination that the tune section names."""
     section = recipe.tune
-    return [Setting(*values) for values in itertools.product(section.max_draft, section.tau, section.budget)]
+    values = itertools.product(section.max_draft, section.tau, section.budget, section.prefetch_top)
+    return [Setting(*each) for each in values]
 
 
 def probe_link(recipe: Recipe, platform: Platform, target: Target, job: Job) -> dict[str, Any]:
@@ -138,7 +140,9 @@ def shortlist(recipe: Recipe, guesses: dict[Setting, float]) -> list[Setting]:
 def own_setting(recipe: Recipe) -> list[Setting]:
     """What the recipe decodes with now; nothing where its B is not a number."""
     decode = recipe.decode
-    return [] if decode.budget == "cache" else [Setting(decode.max_draft, decode.tau, decode.budget)]
+    if decode.budget == "cache":
+        return []
+    return [Setting(decode.max_draft, decode.tau, decode.budget, decode.prefetch_top)]
 
 
 def halving(
@@ -160,7 +164,7 @@ def halving(
         methods = [Method(name="ar")] + [
             dataclasses.replace(
                 base, policy="confidence-expansion", name=one.name,
-                max_draft=one.max_draft, tau=one.tau, budget=one.budget,
+                max_draft=one.max_draft, tau=one.tau, budget=one.budget, prefetch_top=one.prefetch_top,
             )
             for one in settings
         ]  # fmt: skip

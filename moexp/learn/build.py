@@ -159,13 +159,13 @@ def _repair(
         with stage("Repair, end to end", settings.end_to_end.steps) as advance:
             repair_end_to_end(
                 model, dense.model, train_NL, settings, checkpoint=second, identity=identity,
-                on_step=lambda step, metrics: advance(step, note_of(metrics, "kl", "agreement")),
+                on_step=lambda step, metrics: advance(step, note_of(metrics, "kl", "agreement", "moved")),
             )  # fmt: skip
     if settings.delta is not None:
         with stage("Repair, as the delta will be", settings.delta.steps) as advance:
             repair_end_to_end(
                 model, dense.model, train_NL, settings, bases=bases, checkpoint=third, identity=identity,
-                on_step=lambda step, metrics: advance(step, note_of(metrics, "kl", "agreement")),
+                on_step=lambda step, metrics: advance(step, note_of(metrics, "kl", "agreement", "moved")),
             )  # fmt: skip
 
 
@@ -183,6 +183,7 @@ def _repair_settings(recipe: Recipe) -> RepairSettings:
         rows=section.rows,
         router_weight=section.router_weight,
         bias_rate=section.bias_rate,
+        locality=section.locality,
         seed=recipe.seed,
     )
 

@@ -34,7 +34,7 @@ OnStep = Callable[[int, Metrics], None]
 @dataclass(frozen=True)
 class RepairSettings:
     """All stages. the two `rows` are batches in rows of the corpus; `bias_rate` moves the load-balancing bias;
-    `density` is that of the delta, for its stage.
+    `density` is that of the delta, for its stage; `locality` weighs `RoutingLocality` in the end-to-end stages.
     """
 
     layerwise: Schedule
@@ -45,6 +45,7 @@ class RepairSettings:
     rows: int = 8
     router_weight: float = 0.05
     bias_rate: float = 1e-3
+    locality: float = 0.0
     seed: int = 0
 
 
@@ -110,6 +111,61 @@ class LoadBalancer:
         """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
+
+
+class RoutingLocality:
+    """How much of its routing a token shares with those before it, as a loss.
+
+    Experts of real models specialise, so neighbouring tokens share some of theirs and the union over a block grows
+    slower than chance would have it; experts cut out of a dense FFN have no reason to. The loss of a layer is the
+    expected share of a token's top-k that none of the `WINDOW` tokens before it has used. An expert counts as chosen
+    with probability sigmoid((s - c) / SHARPNESS), s its selection score and c the token's cut between chosen and
+    not; the gradient reaches the routers and the hidden states below them.
+    """
+
+    WINDOW = 4
+    SHARPNESS = 0.02
+
+    def __init__(self, model: Glm4MoeForCausalLM, row_length: int) -> None:
+        self._terms: list[Tensor] = []
+        self._length = row_length
+        gates = [block.gate for block in moe_layers(model).values()]
+        self._handles = [gate.register_forward_hook(self._keep) for gate in gates]
+
+    def _keep(self, gate: Any, _args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        logits_TE, _, index_Tk = output
+        score_TE = logits_TE.float().sigmoid() + gate.e_score_correction_bias
+        self._terms.append(expected_new(score_TE, index_Tk, self._length, self.WINDOW, self.SHARPNESS))
+
+    def take(self) -> Tensor:
+        """The mean over layers of the forward pass that just ran."""
+        mean = torch.stack(self._terms).mean()
+        self._terms.clear()
+        return mean
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def expected_new(score_TE: Tensor, index_Tk: Tensor, length: int, window: int, sharpness: float) -> Tensor:
+    """Mean share of a token's k experts that none of the `window` tokens before it in its row uses; the first
+    `window` tokens of a row do not count.
+
+    Args:
+        score_TE: what selection goes by; differentiable. index_Tk: the k chosen.
+        length: tokens a row, more than `window`.
+        sharpness: of the soft choice, in units of the score.
+    """
+    top_k = index_Tk.shape[1]
+    used_BLE = torch.zeros_like(score_TE).scatter(1, index_Tk, 1.0).unflatten(0, (-1, length))
+    recent_BLE = torch.stack([used_BLE[:, window - back : length - back] for back in range(1, window + 1)]).amax(0)
+    best_TK = score_TE.detach().topk(top_k + 1).values
+    cut_T1 = best_TK[:, -2:].mean(-1, keepdim=True)
+    chosen_TE = ((score_TE - cut_T1) / sharpness).sigmoid()
+    chosen_BLE = chosen_TE.unflatten(0, (-1, length))[:, window:]
+    return (chosen_BLE * (1.0 - recent_BLE)).sum(-1).mean() / top_k
 
 
 def repair_layerwise(
@@ -217,6 +273,7 @@ def repair_end_to_end(
             (straight-through).
     """
     balancer = LoadBalancer(student, settings.bias_rate)
+    locality = RoutingLocality(student, corpus_NL.shape[1]) if settings.locality else None
     head_VH = dense.lm_head.weight.bfloat16()
     student_head_VH = student.lm_head.weight.detach().bfloat16()
     schedule = settings.end_to_end if bases is None else settings.delta
@@ -231,12 +288,14 @@ def repair_end_to_end(
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 made_TH = student.model(input_ids=rows, use_cache=False).last_hidden_state.flatten(0, 1)
             result = logit_loss(made_TH.bfloat16(), teacher_TH, student_head_VH, head_VH)
-            (result.loss / result.tokens).backward()
-        return {
-            "kl": result.kl / result.tokens,
-            "agreement": result.agree / result.tokens,
-            "load": balancer.update(),
-        }
+            loss = result.loss / result.tokens
+            metrics = {"kl": result.kl / result.tokens, "agreement": result.agree / result.tokens}
+            if locality is not None:
+                moved = locality.take()
+                loss = loss + settings.locality * moved
+                metrics["moved"] = float(moved.detach())
+            loss.backward()
+        return {**metrics, "load": balancer.update()}
 
     names = {name: parameter for name, parameter in student.named_parameters() if parameter.requires_grad}
     try:
@@ -251,6 +310,8 @@ def repair_end_to_end(
         )
     finally:
         balancer.close()
+        if locality is not None:
+            locality.close()
 
 
 @contextmanager

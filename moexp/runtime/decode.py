@@ -163,7 +163,7 @@ class ChainLoop:
         self.drafter: SelfDrafter | None = None
         if not method.is_ar:
             inline = method.prefetch and method.prefetch_inline
-            path = draft_path(method.drafter, method.r, prefetch=inline)
+            path = draft_path(method.drafter, method.r, prefetch=inline, prefetch_top=method.prefetch_top)
             self.drafter = SelfDrafter(engine, path, sampling, self.sampler)
 
     def prepare(self, pending: int, room: int) -> Prepared:
@@ -224,14 +224,14 @@ class ChainLoop:
                 return proposal
             proposal.kept.append(drafted)
             if method.prefetch and not method.prefetch_inline:
-                engine.prefetch(drafted.routing_Lk)
+                engine.prefetch(drafted.routing_Lk, method.prefetch_top)
             if len(proposal.kept) == limit or drafted.token in self.stop_ids:
                 break
         if method.lookahead:
             ahead = self.drafter.step(proposal.kept[-1].token)
             proposal.routing.append(ahead.routing_Lk)
             if method.prefetch and not method.prefetch_inline:
-                engine.prefetch(ahead.routing_Lk)
+                engine.prefetch(ahead.routing_Lk, method.prefetch_top)
         return proposal
 
     def _verify(self, kept: list[Drafted], logits_BV: Tensor) -> Verdict:

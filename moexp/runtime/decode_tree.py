@@ -189,7 +189,7 @@ class TreeLoop:
         if self.method.prefetch:
             for node in nodes:
                 if node in routing:
-                    engine.prefetch(routing[node])
+                    engine.prefetch(routing[node], self.method.prefetch_top)
         kept = {row: routing[node] for row, node in enumerate(nodes) if node in routing}
         return PreparedTree(
             Block(block.tokens_N.tolist(), block.parents_N.tolist()),

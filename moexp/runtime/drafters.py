@@ -7,8 +7,8 @@ values behind the verified prefix; the caller rolls them back before verificatio
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -36,23 +36,24 @@ class Drafted:
     probs_V: Tensor | None
 
 
-def draft_path(drafter: str, r: int, *, prefetch: bool) -> StepPath:
+def draft_path(drafter: str, r: int, *, prefetch: bool, prefetch_top: int | None = None) -> StepPath:
     """The path that a drafter takes: how many routed experts, with or without draft experts.
 
     Args:
         drafter: a key of `DRAFTERS`.
         r: routed experts of "top-r" and "draft-expert" (the paper's is 1).
         prefetch: announce predicted experts as soon as a layer's router has spoken.
+        prefetch_top: of a layer's predicted experts only the first so many; None: all.
 
     """
-    return DRAFTERS[drafter](r, prefetch)
+    return replace(DRAFTERS[drafter](r), prefetch=prefetch, prefetch_top=prefetch_top)
 
 
-DRAFTERS = {
-    "top-r": lambda r, prefetch: StepPath("draft", top_r=r, prefetch=prefetch),
-    "draft-expert": lambda r, prefetch: StepPath("draft", top_r=r, draft_experts=True, prefetch=prefetch),
+DRAFTERS: dict[str, Callable[[int], StepPath]] = {
+    "top-r": lambda r: StepPath("draft", top_r=r),
+    "draft-expert": lambda r: StepPath("draft", top_r=r, draft_experts=True),
     # The control: the whole target in the verifier's own step shape, so that every greedy draft must be accepted.
-    "target": lambda r, prefetch: StepPath("draft", prefetch=prefetch, whole_block=True),
+    "target": lambda r: StepPath("draft", whole_block=True),
 }
 
 

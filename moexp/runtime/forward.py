@@ -240,9 +240,11 @@ class Engine:
         """Routing of one token as numbers that are unique over layers (for unions of experts)."""
         return (routing_Lk + self._layer_offsets_L1).ravel().tolist()
 
-    def prefetch(self, routing_Lk: np.ndarray) -> int:
-        """Launch transfers of all experts that a token is predicted to use; returns how many were launched."""
-        layers = zip(self.spec.moe_layers, routing_Lk.tolist(), strict=True)
+    def prefetch(self, routing_Lk: np.ndarray, top: int | None = None) -> int:
+        """Launch transfers of the experts that a token is predicted to use (of each layer the first `top`; None: all);
+        returns how many were launched.
+        """
+        layers = zip(self.spec.moe_layers, routing_Lk[:, :top].tolist(), strict=True)
         return self.store.prefetch([(layer, expert) for layer, chosen in layers for expert in chosen])
 
     def _run(

@@ -53,6 +53,7 @@ class Method:
         prefetch: launch predicted verifier experts while drafting.
         prefetch_inline: launch them layer by layer within the draft step (its input token is verified whatever
             becomes of the token it drafts), not only once the drafted token is kept (Algorithm 1, line 13).
+        prefetch_top: of a layer's predicted experts, launch only this many, by descending gate; None: all.
         lookahead: one more draft step for the experts of the block's last token.
         tree: draft a tree and select from it, in place of a chain of `max_draft` and `policy`.
         name: for records; by default made from the above.
@@ -65,6 +66,7 @@ class Method:
     tau: float = 0.5
     budget: int | Literal["cache"] = 60
     prefetch: bool = False
+    prefetch_top: int | None = None
     prefetch_inline: bool = True
     lookahead: bool = False
     tree: TreePlan | None = None
@@ -80,7 +82,7 @@ class Method:
         if self.name or self.is_ar:
             return self.name or "ar"
         drafter = f"top-{self.r}" if self.drafter == "top-r" else self.drafter
-        prefetch = ["prefetch"] if self.prefetch else []
+        prefetch = [f"prefetch{self.prefetch_top or ''}"] if self.prefetch else []
         if self.tree is not None:
             shape, selector = self.tree.shape, [f"gamma{self.tree.gamma}", self.tree.selector]
             return " ".join([drafter, f"tree {shape.steps}x{shape.width}x{shape.beam}", *selector, *prefetch])

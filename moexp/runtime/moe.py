@@ -42,6 +42,7 @@ class StepPath:
         top_r: routed experts a row uses; None: the router's top-k.
         draft_experts: add the layer's draft expert (equation 5).
         prefetch: announce the experts of the router's top-k beyond `top_r` as soon as the router has spoken.
+        prefetch_top: end with the router's first so many; None: all of its top-k.
         whole_block: of a draft step: run the decoding step's full shape, for the target's own bits.
     """
 
@@ -49,6 +50,7 @@ class StepPath:
     top_r: int | None = None
     draft_experts: bool = False
     prefetch: bool = False
+    prefetch_top: int | None = None
     whole_block: bool = False
 
 
@@ -253,7 +255,7 @@ class MoELayer:
         ticket = store.request(self._union(live_ids), path.phase)
         try:
             if path.prefetch and r is not None:
-                beyond = [ids_Tk[:live, r:] for (ids_Tk, _), live in zip(routed, lives, strict=True)]
+                beyond = [ids_Tk[:live, r : path.prefetch_top] for (ids_Tk, _), live in zip(routed, lives, strict=True)]
                 if beyond[0].shape[1]:
                     store.prefetch(self._union(beyond))
             resident = [self._resident(x_TH, path) for x_TH in blocks]

@@ -62,10 +62,12 @@ class EvalSection(Section):
 
 
 class TuneSection(Section):
-    """`moexp tune`: the grid for K, tau and B, on prompts that no table uses."""
+    """`moexp tune`: the grid for K, tau, B and how much is prefetched, on prompts that no table uses."""
 
     max_draft: tuple[Positive, ...] = (2, 3, 4, 5, 6)
     tau: tuple[Share, ...] = (0.3, 0.5, 0.7, 0.85)
     budget: tuple[NonNegative, ...] = (30, 60, 90)
+    prefetch_top: tuple[Positive | None, ...] = (None,)
+    """Predicted experts a layer that are prefetched, by descending gate; null: all top-k."""
     prompts: Positive = 5
     max_new_tokens: Positive = 64

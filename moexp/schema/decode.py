@@ -45,6 +45,9 @@ class DecodeSection(Section):
     budget: NonNegative | Literal["cache"] = 60
     """New layer-experts a doubtful token may bring (B in eq. 14), or `cache`: derived from free slots."""
     prefetch: bool = True
+    """Launch the experts that the draft router predicts for verification."""
+    prefetch_top: Positive | None = None
+    """Of each layer only this many, by descending gate: the surest; null: all top-k."""
     tree: TreeSection | None = None
     """Draft a tree; max_draft and policy then do not apply."""
     temperature: NonNegativeFloat = 0.0
