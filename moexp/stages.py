@@ -313,8 +313,9 @@ def keep_summaries(recipe: Recipe) -> list[Path]:
 
 def reproduce(recipe: Recipe, console: Console) -> bool:
     """All stages in order, each skipped where it is done; False if the exactness gate failed: then no table is made."""
-    from moexp.bench.tables import run_bench
+    from moexp.bench.tables import check_tables, run_bench
 
+    check_tables(recipe.bench.tables, "draftexpert", where="bench.tables")
     started = time.monotonic()
     files: list[Path] = []
 
@@ -332,8 +333,8 @@ def reproduce(recipe: Recipe, console: Console) -> bool:
     heading(4, "eval")
     if not eval_stage(recipe, console, skip=True):
         return False
-    heading(5, "bench --table all")
-    files = run_bench(recipe)
+    heading(5, "bench")
+    files = run_bench(recipe, recipe.bench.tables)
     console.rule(align="left", characters="-")
     minutes, seconds = divmod(int(time.monotonic() - started), 60)
     console.print(f"done in {minutes}:{seconds:02d}", highlight=False)

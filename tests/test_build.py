@@ -21,8 +21,8 @@ from moexp.learn.repair import (
     LoadBalancer,
     RepairSettings,
     RoutingLocality,
-    expected_new,
     moe_layers,
+    new_share,
     prepare,
     repair_end_to_end,
     repair_layerwise,
@@ -159,37 +159,57 @@ def test_the_balancer_moves_the_bias_against_the_load():
 
 
 def test_new_experts_are_those_that_the_tokens_before_have_not_used():
-    scores_TE = torch.tensor([[9, 8, 1, 0], [9, 1, 8, 0], [1, 9, 8, 0], [1, 0, 8, 9]]).float()
+    scores_TE = torch.tensor([[9, 9, 1, 0], [9, 1, 9, 0], [1, 9, 9, 0], [1, 0, 9, 9]]).float()
     index_Tk = scores_TE.topk(2).indices
     # each token brings one expert that the one before it had not; with two to look back at, the third brings none
-    assert float(expected_new(scores_TE, index_Tk, 4, window=1, sharpness=1e-3)) == pytest.approx(1 / 2)
-    assert float(expected_new(scores_TE, index_Tk, 4, window=2, sharpness=1e-3)) == pytest.approx((0 + 1) / 2 / 2)
+    assert float(new_share(scores_TE, index_Tk, 4, window=1, sharpness=0.1)) == pytest.approx(1 / 2)
+    assert float(new_share(scores_TE, index_Tk, 4, window=2, sharpness=0.1)) == pytest.approx((0 + 1 / 2) / 2)
     # two rows of two tokens do not see each other
-    assert float(expected_new(scores_TE, index_Tk, 2, window=1, sharpness=1e-3)) == pytest.approx(1 / 2)
+    assert float(new_share(scores_TE, index_Tk, 2, window=1, sharpness=0.1)) == pytest.approx(1 / 2)
     scores_TE.requires_grad_()
-    expected_new(scores_TE, index_Tk, 4, window=1, sharpness=1.0).backward()
+    new_share(scores_TE, index_Tk, 4, window=1, sharpness=1.0).backward()
     assert scores_TE.grad is not None
-    assert float(scores_TE.grad[3, 3]) > 0 and float(scores_TE.grad[3, 2]) == 0  # the new one down, the kept one not
+    assert float(scores_TE.grad[3, 3]) > 0 > float(scores_TE.grad[3, 2])  # the new one down, the kept one up
 
 
-def test_locality_makes_neighbours_share_experts():
-    dense, rows = dense_model(dtype=torch.bfloat16), random_rows(16, 24)
-    calibration = calibrate(dense, iter([rows.long()]), range(1, 3))
-    moved = []
-    for weight in (0.0, 5.0):
-        torch.manual_seed(0)
-        model, _ = carve(dense, calibration, Geometry(32, 8, 3, 8))
-        prepare(model)
-        log: list[dict[str, float]] = []
-        settings = replace(SETTINGS, locality=weight, end_to_end=Schedule(steps=12, lr=3e-3, warmup=2))
-        repair_end_to_end(model, dense, rows, settings, on_step=lambda step, metrics, into=log: into.append(metrics))
-        assert ("moved" in log[0]) == (weight > 0)
-        watch = RoutingLocality(model, rows.shape[1])
-        with torch.no_grad():
-            model(input_ids=rows.long())
-        moved.append(float(watch.take()))
-        watch.close()
-    assert moved[1] < moved[0] - 0.02
+def test_routers_learn_locality_from_what_changes_slowly():
+    torch.manual_seed(0)
+    rows, length, slow, fast = 8, 24, 6, 6
+    steps_BLS = torch.randn(rows, length, slow)
+    for place in range(1, length):  # features that a token shares with the one before, beside others that it does not
+        steps_BLS[:, place] = 0.95 * steps_BLS[:, place - 1] + 0.3 * steps_BLS[:, place]
+    x_TH = torch.cat([steps_BLS, torch.randn(rows, length, fast)], dim=-1).flatten(0, 1)
+    weight_EH = (torch.randn(16, slow + fast) / 4).requires_grad_()
+    optimizer = torch.optim.Adam([weight_EH], lr=0.03)
+    new = []
+    for _ in range(60):
+        score_TE = torch.sigmoid(x_TH @ weight_EH.T)
+        loss = new_share(score_TE, score_TE.topk(3).indices, length, window=4, sharpness=0.05)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        new.append(float(loss.detach()))
+    assert new[-1] < 0.7 * new[0]
+    strength_H = weight_EH.detach().norm(dim=0)
+    assert strength_H[:slow].mean() > strength_H[slow:].mean()
+
+
+def test_locality_is_for_the_routers_alone():
+    dense, rows = dense_model(dtype=torch.bfloat16), random_rows(4, 24)
+    model, _ = carve(dense, calibrate(dense, iter([rows.long()]), range(1, 3)), Geometry(32, 16, 2, 4))
+    prepare(model)
+    watch = RoutingLocality(model, rows.shape[1])
+    model(input_ids=rows.long())
+    watch.take().backward()
+    watch.close()
+    assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == {
+        f"model.layers.{layer}.mlp.gate.weight" for layer in (1, 2)
+    }
+    seen: set[str] = set()
+    repair_end_to_end(
+        model, dense, rows, replace(SETTINGS, locality=0.1), on_step=lambda step, metrics: seen.update(metrics)
+    )
+    assert "moved" in seen
 
 
 def test_quality_without_routed_experts_is_that_of_the_shared_ones_alone():

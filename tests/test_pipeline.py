@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ def test_eval_passes_and_writes_its_results(home: Path, tmp_path: Path):
 
 def test_eval_without_draft_experts_says_so_and_a_failed_gate_is_exit_code_1(home: Path, tmp_path: Path, monkeypatch):
     shutil.rmtree(artifacts.draft_folder(RECIPE))
-    small = ("eval.dtypes=[float32]", "eval.prompts=1", "eval.max_new_tokens=6")
+    small = ("eval.dtypes=[float32]", "eval.prompts=1", "eval.max_new_tokens=6", "bench.tables=[2, 6]")
     shown = done("eval", "--out", str(tmp_path / "mine"), changes=small)
     assert "draft experts are not trained: left out" in shown and "draft-expert K4" not in shown
     assert (tmp_path / "mine" / "eval.csv").exists() and not (tmp_path / "results").exists()
@@ -243,8 +244,8 @@ def no_tables(monkeypatch) -> list[Any]:
 
     asked: list[Any] = []
 
-    def run_bench(recipe: Recipe) -> list[Path]:
-        asked.append(recipe.name)
+    def run_bench(recipe: Recipe, tables: Collection[int]) -> list[Path]:
+        asked.append((recipe.name, tuple(tables)))
         return [Path("table_2.md")]
 
     monkeypatch.setattr(bench_tables, "run_bench", run_bench)
@@ -252,12 +253,12 @@ def no_tables(monkeypatch) -> list[Any]:
 
 
 def test_reproduce_runs_every_stage_in_order_and_skips_what_is_done(home: Path, tmp_path: Path, no_tables: list[Any]):
-    small = ("eval.dtypes=[float32]", "eval.prompts=1", "eval.max_new_tokens=6")
+    small = ("eval.dtypes=[float32]", "eval.prompts=1", "eval.max_new_tokens=6", "bench.tables=[2, 6]")
     shown = done("reproduce", changes=small)
     places = [shown.index(f"{number}/5 {name}") for number, name in enumerate(
-        ("build-target", "trace-routing", "train-draft-expert", "eval", "bench --table all"), start=1
+        ("build-target", "trace-routing", "train-draft-expert", "eval", "bench"), start=1
     )]  # fmt: skip
-    assert places == sorted(places) and no_tables == ["tiny"]
+    assert places == sorted(places) and no_tables == [("tiny", (2, 6))]
     assert shown.index("done in 0:") > places[-1] and "results: results/tiny" in shown and "table: table_2.md" in shown
     stamp = (tmp_path / "results" / "tiny" / "eval.json").stat().st_mtime_ns
     assert "passed already" in done("reproduce", changes=small)
@@ -272,6 +273,11 @@ def test_reproduce_makes_no_tables_of_methods_that_are_not_exact(home: Path, no_
     monkeypatch.setattr(evaluate, "run_gate", lambda recipe, tokens: Gate((bad,), {"float32": True}, 0.01))
     result = moexp_("reproduce")
     assert result.exit_code == 1 and "FAILED: 1 of 1 methods" in result.stdout and no_tables == []
+
+
+def test_reproduce_knows_its_tables_before_it_starts(home: Path):
+    result = moexp_("reproduce", changes=("bench.tables=[2, 7]",))
+    assert result.exit_code == 2 and "bench.tables" in result.stderr and "1/5" not in result.stdout
 
 
 @pytest.mark.slow

@@ -72,11 +72,11 @@ def parse_tables(text: str, paper: str = "draftexpert") -> tuple[int, ...]:
     return numbers
 
 
-def check_tables(tables: Collection[int], paper: str) -> None:
-    """MoexpError unless these tables are measured here."""
+def check_tables(tables: Collection[int], paper: str, where: str = "--table") -> None:
+    """MoexpError, naming the place `where` they were asked for, unless these tables are measured here."""
     for number in tables:
         if number not in NUMBERS[paper]:
-            raise MoexpError(f"no table {number} to measure", where="--table", valid=_valid(paper))
+            raise MoexpError(f"no table {number} to measure", where=where, valid=_valid(paper))
 
 
 def _valid(paper: str) -> str:

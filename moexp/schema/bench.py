@@ -24,6 +24,8 @@ class BenchSection(Section):
     platforms: tuple[str, ...] = ("local-disk", "paced-cg", "paced-mn")
     warmup_prompts: NonNegative = 1
     """Prompts decoded before anything is counted."""
+    tables: tuple[Positive, ...] = (2, 3, 4, 5, 6)
+    """Of DraftExpert, those that `moexp reproduce` measures."""
     ablation_steps: NonNegative = 40
     """End-to-end training steps for each row of Table 5."""
     bootstrap_samples: Positive = 2000

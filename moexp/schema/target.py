@@ -79,7 +79,8 @@ class RepairSection(Section):
     bias_rate: NonNegativeFloat = 1e-3
     """Step of the selection bias towards an even load."""
     locality: NonNegativeFloat = 0.0
-    """Weight of sharing experts with the tokens before, end to end; 0 leaves routing to the distillation alone."""
+    """Weight of sharing experts with the tokens before, for the routers, end to end; 0 leaves routing to the
+    distillation alone."""
     max_minutes: PositiveFloat | None = 10.0
     """All stages together; a slow machine trains less. null: no cap."""
 
