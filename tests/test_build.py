@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moexp.errors import MoexpError
 from moexp.learn import build
-from moexp.learn.build import build_target, read_manifest
+from moexp.learn.build import build_target, read_manifest, repairs_before
 from moexp.learn.loop import Schedule
 from moexp.learn.quality import measure_quality
 from moexp.learn.repair import (
@@ -290,3 +290,9 @@ def test_a_target_rebuilt_from_its_delta_is_the_trained_one_bit_for_bit(recipe: 
     three = read_manifest(tmp_path / "further")
     assert three["quality"]["start"]["nats"] == pytest.approx(one["quality"]["repaired"]["nats"], rel=1e-2)
     assert three["repair"]["earlier"] == one["repair"] and weights(tmp_path / "further") != weights(trained)
+
+
+def test_each_repair_of_a_delta_is_counted():
+    first: dict[str, Any] = {"tokens": 10}
+    second = {"tokens": 10, "earlier": first}
+    assert [repairs_before(details) for details in ({}, first, {**second, "earlier": None}, second)] == [0, 1, 1, 2]

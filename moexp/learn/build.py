@@ -107,7 +107,8 @@ def _build_carved(recipe: Recipe, folder: Path, cache: Path, provenance: dict[st
             rebuilt = Rebuilt(model, plans, coded_bases(model), details={})
         model, plans = rebuilt.model, rebuilt.plans
         quality["carved" if fresh else "start"] = measure_quality(model, dense.model, held_NL).as_dict()
-        _repair(model, dense, plans, rebuilt.bases, train_NL, recipe, work / "repair")
+        settings = _repair_settings(recipe, seed=recipe.seed + 1000 * repairs_before(rebuilt.details))
+        _repair(model, dense, plans, rebuilt.bases, train_NL, recipe, settings, work / "repair")
         manifest["repair"] = {"tokens": train_NL.numel(), **section.repair.model_dump(mode="json"), "earlier": earlier}
         if section.repair.delta is not None:
             delta, density = work / DELTA, section.repair.delta.density
@@ -142,9 +143,9 @@ def _repair(
     bases: dict[str, Tensor],
     train_NL: Tensor,
     recipe: Recipe,
+    settings: RepairSettings,
     folder: Path,
 ) -> None:
-    settings = _repair_settings(recipe)
     identity = recipe.digest("target", "seed")
     prepare(model, recipe.target.repair.scope)
     # the checkpoint of a stage already holds what those before it learned
@@ -169,7 +170,15 @@ def _repair(
             )  # fmt: skip
 
 
-def _repair_settings(recipe: Recipe) -> RepairSettings:
+def repairs_before(details: dict[str, Any]) -> int:
+    """How many repairs a delta went through. One that goes on sees the corpus in an order of its own."""
+    count, earlier = 0, details
+    while earlier:
+        count, earlier = count + 1, earlier.get("earlier") or {}
+    return count
+
+
+def _repair_settings(recipe: Recipe, seed: int) -> RepairSettings:
     section = recipe.target.repair
     cap, delta = section.max_minutes, section.delta
     layerwise_share, delta_share = 0.3 if delta else 0.35, 0.25 if delta else 0.0
@@ -184,7 +193,7 @@ def _repair_settings(recipe: Recipe) -> RepairSettings:
         router_weight=section.router_weight,
         bias_rate=section.bias_rate,
         locality=section.locality,
-        seed=recipe.seed,
+        seed=seed,
     )
 
 
