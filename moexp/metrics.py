@@ -164,6 +164,26 @@ def stall_per_token(steps: Iterable[StepRecord]) -> Ratio:
     return pooled(Ratio(s.store["stall_s"], s.emitted) for s in steps if "stall_s" in s.store)
 
 
+TIME_PARTS = ("draft_compute", "draft_wait", "verify_compute", "verify_wait", "rest")
+"""Where a cycle's time goes, in order; AR's steps count as verification."""
+
+
+def time_profile(steps: Iterable[StepRecord]) -> dict[str, Ratio]:
+    """Seconds a token emitted, by part of the cycle; the parts sum to `token_time`.
+
+    Waiting is what the store counted as stalls while drafting and while verifying; compute is the rest of either.
+    """
+    found = {part: Ratio() for part in TIME_PARTS}
+    for step in steps:
+        waits = [step.store.get("draft_stall_s", 0.0)]
+        waits.append(step.store.get("verify_stall_s", 0.0) + step.store.get("ar_stall_s", 0.0))
+        parts = [step.draft_s - waits[0], waits[0], step.verify_s - waits[1], waits[1]]
+        parts.append(step.cycle_s - step.draft_s - step.verify_s)
+        for part, seconds in zip(TIME_PARTS, parts, strict=True):
+            found[part] += Ratio(seconds, step.emitted)
+    return found
+
+
 def _store_ratio(steps: Iterable[StepRecord], above: str, below: str) -> Ratio:
     return pooled(
         Ratio(step.store[above], step.store[below]) for step in steps if above in step.store and below in step.store

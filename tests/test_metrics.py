@@ -133,6 +133,23 @@ def test_the_stores_counters_give_hit_waste_coverage_and_bytes():
     assert m.stall_per_token(steps).value == pytest.approx(0.1)
 
 
+def test_the_parts_of_a_tokens_time_sum_to_it():
+    steps = [
+        step(store={"draft_stall_s": 0.04, "verify_stall_s": 0.05}),  # 0.1 s drafting, 0.2 s verifying of 0.4 s
+        step(drafted=0, accepted=0, store={"ar_stall_s": 0.01}),
+        step(),
+    ]
+    emitted = sum(one.emitted for one in steps)
+    parts = m.time_profile(steps)
+    assert list(parts) == list(m.TIME_PARTS)
+    seconds = {part: (ratio.value or 0.0) * emitted for part, ratio in parts.items()}
+    assert seconds == pytest.approx(
+        {"draft_compute": 0.26, "draft_wait": 0.04, "verify_compute": 0.54, "verify_wait": 0.06, "rest": 0.3}
+    )
+    assert sum(seconds.values()) / emitted == pytest.approx(m.token_time(steps).value)
+    assert all(ratio.value is None for ratio in m.time_profile([]).values())
+
+
 def test_router_agreement_weighs_slots():
     steps = [step(router_overlap=6, router_slots=6), step(router_overlap=0, router_slots=18), step()]
     assert m.router_agreement(steps).value == 0.25

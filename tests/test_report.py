@@ -138,6 +138,8 @@ def test_table_2_has_throughput_speedup_and_byte_bound_by_workload_and_pooled(ru
     assert full["bytes_per_token"] == pytest.approx(125)
     assert full["byte_bound"] == pytest.approx(4 * 3 / 6)  # alpha k / E, E = 12 / 2
     assert full["byte_bound_share"] == pytest.approx(1)
+    assert (full["draft_compute_ms"], full["verify_compute_ms"]) == (pytest.approx(25), pytest.approx(25))  # of 50
+    assert "where a token's time goes" in str([view.title for view in table.views])
     assert (full["output"], full["identical"], full["prompts"]) == ("exact", "2/2", 2)
     assert full["settings"] == "K=4 tau=0.5 B=60 prefetch"
     assert row(table, method="draft-expert", platform="local-disk", workload="math")["prompts"] == 1

@@ -35,7 +35,7 @@ def table_2(run: Run, paper: Paper) -> Table:
         paper.table(2).title,
         ["target", "platform", "method", "workload", "settings", "tag", "output", "identical", "prompts"]
         + with_ends("tokens_per_s", "speedup", "alpha", "bytes_per_token", "byte_bound")
-        + ["byte_bound_share", "ar_bound_share"],
+        + ["byte_bound_share", "ar_bound_share", *(f"{part}_ms" for part in metrics.TIME_PARTS)],
     )
     table.notes += [
         "`mean` pools all prompts of all workloads: tokens (counted by ids) over seconds. Prefill is not in it. "
@@ -44,6 +44,8 @@ def table_2(run: Run, paper: Paper) -> Table:
         f"`{TOP_1_FULL}` (`{SHORT[TOP_1_FULL]}`): shared + top-1 with the truncation and prefetch of the full method.",
         "Byte bound: alpha k / E, the speedup if loading the verified block's experts were all that costs; E is "
         "`unique_verify` over MoE layers. Loads for drafting and wasted prefetches count against the method.",
+        "Where a token's time goes: `wait` is stalls for experts, while drafting and while verifying; computing while "
+        "prefetches arrive is no waiting.",
         "`output` is exact where every prompt's token ids equal those of AR in the same run (T = 0).",
     ]
     for platform in run.platforms:
@@ -111,6 +113,11 @@ def _table_2_platform(table: Table, run: Run, platform: Measured) -> None:
             ],
         ),
         View(
+            f"{platform.name} ({platform.tag}), where a token's time goes, ms",
+            ["method", "draft", "wait", "verify", "wait", "rest", "sum"],
+            [[SHORT.get(m, m), *_time_cells(r)] for m, r in shown.items()],
+        ),
+        View(
             f"{platform.name} ({platform.tag}), speedup by workload",
             ["method", *workloads],
             [[SHORT.get(m, m), *(text(by_method[m][w]["speedup"]) for w in workloads)] for m in shown if m != AR],
@@ -147,9 +154,17 @@ def _throughput_row(run: Run, platform: Measured, method: str, workload: str, ar
     put(row, "alpha", run.over(arms.values(), lambda arm: metrics.alpha(arm.steps)))
     put(row, "bytes_per_token", run.over(arms.values(), lambda arm: metrics.bytes_per_token(arm.steps)))
     put(row, "byte_bound", run.over(arms.values(), bound) if method != AR else None)
+    for part, each in metrics.time_profile(step for arm in arms.values() for step in arm.steps).items():
+        row[f"{part}_ms"] = None if each.value is None else 1000 * each.value
     speedup, limit = row["speedup"], row["byte_bound"]
     row["byte_bound_share"] = speedup / limit if isinstance(speedup, float) and isinstance(limit, float) else None
     return row
+
+
+def _time_cells(row: Row) -> list[str]:
+    parts = [row[f"{part}_ms"] for part in metrics.TIME_PARTS]
+    known = [part for part in parts if isinstance(part, float)]
+    return [text(part, 1) for part in [*parts, sum(known) if known else None]]
 
 
 def _sameness(platform: Measured, arms: Arms, ar: Arms) -> Row:
