@@ -265,7 +265,7 @@ def bench(
 
 @command(app, "tune", "moexp tune --recipe pocket")
 def tune(recipe: RecipeOption = "pocket", changes: SetOption = None, out: OutOption = None) -> None:
-    """Choose K, tau and B of the full method on prompts that no table uses."""
+    """Choose K, tau, B and how much is prefetched, on prompts that no table uses."""
     from moexp.bench.tune import run_tune
 
     found = run_tune(load(recipe, changes), out=out)
