@@ -124,7 +124,7 @@ def test_eval_passes_and_writes_its_results(home: Path, tmp_path: Path):
 
 def test_eval_without_draft_experts_says_so_and_a_failed_gate_is_exit_code_1(home: Path, tmp_path: Path, monkeypatch):
     shutil.rmtree(artifacts.draft_folder(RECIPE))
-    small = ("eval.dtypes=[float32]", "eval.prompts=1", "eval.max_new_tokens=6", "bench.tables=[2, 6]")
+    small = ("eval.dtypes=[float32]", "eval.prompts=1", "eval.max_new_tokens=6")
     shown = done("eval", "--out", str(tmp_path / "mine"), changes=small)
     assert "draft experts are not trained: left out" in shown and "draft-expert K4" not in shown
     assert (tmp_path / "mine" / "eval.csv").exists() and not (tmp_path / "results").exists()

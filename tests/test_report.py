@@ -147,6 +147,16 @@ def test_table_2_has_throughput_speedup_and_byte_bound_by_workload_and_pooled(ru
     assert ar["ar_bound_share"] == pytest.approx(0.6)
 
 
+def test_settings_say_how_much_is_prefetched(run: Path):
+    path = run / "local-disk" / "settings.json"
+    settings = json.loads(path.read_text())
+    for method in settings["methods"]:
+        method["prefetch_top"] = 3
+    path.write_text(json.dumps(settings))
+    full = row(tables(run)[2], method="draft-expert", platform="local-disk", target="pocket", workload="mean")
+    assert full["settings"] == "K=4 tau=0.5 B=60 prefetch=3"
+
+
 def test_table_2_names_the_best_top_r(run: Path):
     for request, tokens in enumerate(TOKENS):
         save(run / "local-disk", cycles("top-2", request, tokens, 2, 0.3), ("chat", "math")[request])

@@ -91,7 +91,10 @@ def settings_text(platform: Measured, method: str) -> str | None:
         parts.append(f"tau={known['tau']:g}")
         if known["policy"] == "confidence-expansion":
             parts.append(f"B={known['budget']}")
-    return " ".join([*parts, *(["prefetch"] if known["prefetch"] else [])])
+    if known["prefetch"]:
+        top = known.get("prefetch_top")
+        parts.append("prefetch" if top is None else f"prefetch={top}")
+    return " ".join(parts)
 
 
 def add_paper(table: Table, paper: Paper, **more: str) -> None:
