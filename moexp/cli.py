@@ -225,7 +225,7 @@ def write_corpus(
 @command(app, "reproduce", "moexp reproduce --recipe pocket")
 def reproduce(recipe: RecipeOption = "pocket", changes: SetOption = None) -> None:
     """Run every stage in order, skipping what is done, and write all tables."""
-    from moexp.stages import reproduce as run
+    from moexp.pipeline import reproduce as run
 
     if not run(load(recipe, changes), _console()):
         raise typer.Exit(1)

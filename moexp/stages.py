@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -290,55 +289,3 @@ def _claim(folder: Path, settings: dict[str, Any]) -> None:
     if path.exists() and json.loads(path.read_text()) != settings:
         raise MoexpError("another corpus is there", where=str(folder), valid="another --out")
     write_json(path, settings)
-
-
-# --- reproduce ---
-
-
-def keep_summaries(recipe: Recipe) -> list[Path]:
-    """Writes what was measured on the target and its draft experts to the recipe's results; returns the files."""
-    from moexp.learn.build import read_manifest
-    from moexp.summary import write_draft_summary, write_target_summary
-    from moexp.target.draft_expert import read_header
-
-    folder, files = results_folder(recipe), list[Path]()
-    manifest = read_manifest(artifacts.find_target(recipe))
-    if manifest.get("quality"):
-        files += write_target_summary(folder, recipe.name, manifest)
-    header = read_header(artifacts.draft_folder(recipe))
-    if header.get("metrics"):
-        files += write_draft_summary(folder, recipe.name, header)
-    return files
-
-
-def reproduce(recipe: Recipe, console: Console) -> bool:
-    """All stages in order, each skipped where it is done; False if the exactness gate failed: then no table is made."""
-    from moexp.bench.tables import check_tables, run_bench
-
-    check_tables(recipe.bench.tables, "draftexpert", where="bench.tables")
-    started = time.monotonic()
-    files: list[Path] = []
-
-    def heading(number: int, name: str) -> None:
-        minutes, seconds = divmod(int(time.monotonic() - started), 60)
-        console.rule(f"{number}/5 {name}, {minutes}:{seconds:02d} since the start", align="left", characters="-")
-
-    heading(1, "build-target")
-    build_stage(recipe, console)
-    heading(2, "trace-routing")
-    trace = trace_stage(recipe, console)
-    heading(3, "train-draft-expert")
-    drafts = train_stage(recipe, console)
-    keep_summaries(recipe)
-    heading(4, "eval")
-    if not eval_stage(recipe, console, skip=True):
-        return False
-    heading(5, "bench")
-    files = run_bench(recipe, recipe.bench.tables)
-    console.rule(align="left", characters="-")
-    minutes, seconds = divmod(int(time.monotonic() - started), 60)
-    console.print(f"done in {minutes}:{seconds:02d}", highlight=False)
-    places = [("trace", trace), ("draft experts", drafts), ("results", results_folder(recipe))]
-    for name, place in [*places, *(("table", file) for file in files if file.suffix == ".md")]:
-        console.print(f"{name}: {place}", soft_wrap=True, highlight=False)
-    return True

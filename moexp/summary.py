@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moexp.atomic import write_json, write_text
+from moexp.metrics import Ratio, bootstrap
 from moexp.report import MEASURED, Row, View, provenance_text, to_csv, view_text
 
 DRAFT_COLUMNS = (
@@ -82,6 +83,7 @@ def write_draft_summary(folder: Path, name: str, header: dict[str, Any]) -> list
         f"# Draft experts of `{name}`",
         f"Width {header['width']}, trained with a corpus of {training.get('tokens', 0):,} tokens.",
         view_text(View("on held-out text, K = 4, T = 0 (measured)", header_cells, shown)),
+        *_lead_over_top_r(header["metrics"]),
         "`agreement`, KL (nats) and `router` (mean top-k overlap) are teacher-forced; `acceptance_ctx` is accepted / "
         "drafted of blocks started from held-out text, the target's keys and values before them; `unique` counts "
         "layer-experts that a drafted block used.",
@@ -92,6 +94,22 @@ def write_draft_summary(folder: Path, name: str, header: dict[str, Any]) -> list
     write_text(files[1], to_csv(DRAFT_COLUMNS, rows))
     write_text(files[2], "\n\n".join(parts) + "\n")
     return files
+
+
+def _lead_over_top_r(metrics_by_drafter: dict[str, Any]) -> list[str]:
+    """How far the draft experts' `acceptance_ctx` is above each top-r's; paired, the contexts being the same."""
+    ours = metrics_by_drafter.get("draft-expert", {}).get("per_row", ())
+    leads = []
+    for drafter, found in metrics_by_drafter.items():
+        theirs = found.get("per_row", ())
+        if drafter != "draft-expert" and ours and len(ours) == len(theirs):
+            lead = bootstrap([Ratio(mine - other, 1) for mine, other in zip(ours, theirs, strict=True)])
+            ends = "" if lead.lo is None else f" ({lead.lo:+.3f}..{lead.hi:+.3f})"
+            leads.append(f"{lead.value:+.3f}{ends} over {drafter}")
+    if not leads:
+        return []
+    blocks = metrics_by_drafter["draft-expert"]["blocks"]
+    return [f"`acceptance_ctx` of the draft experts, paired over {blocks} blocks: {', '.join(leads)}."]
 
 
 def write_predictor_summary(folder: Path, name: str, header: dict[str, Any]) -> list[Path]:

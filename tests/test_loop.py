@@ -23,14 +23,16 @@ class Problem:
     def __init__(self) -> None:
         self.weight = nn.Parameter(torch.linspace(-1, 1, 6))
         self.bias = nn.Parameter(torch.zeros(2))
+        self.matrix = nn.Parameter(torch.arange(12.0).view(3, 4) / 12)
         self.drift = torch.zeros(2)
-        self.named = {"weight": self.weight, "bias": self.bias}
+        self.named = {"weight": self.weight, "bias": self.bias, "matrix": self.matrix}
         self.seen: list[int] = []
 
     def step(self, step: int) -> Metrics:
         self.seen.append(step)
         noise = torch.randn(6, generator=torch.Generator().manual_seed(step))
         loss = ((self.weight - noise) ** 2).sum() + ((self.bias - self.drift) ** 2).sum()
+        loss = loss + (self.matrix @ noise[:4] - noise[3:]).square().sum()
         loss.backward()
         self.drift += 0.1
         return {"loss": float(loss.detach())}
@@ -41,17 +43,19 @@ class Problem:
         return train(self.named, schedule, self.step, checkpoint=checkpoint, extra=extra, **options)  # type: ignore[arg-type]
 
     def state(self) -> list[Tensor]:
-        return [self.weight.detach(), self.bias.detach(), self.drift]
+        return [self.weight.detach(), self.bias.detach(), self.matrix.detach(), self.drift]
 
 
 def same(one: Problem, other: Problem) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one.state(), other.state(), strict=True))
 
 
-@pytest.mark.parametrize("at", [1, 4, 8])
-def test_ctrl_c_inside_a_step_ends_it_whole_and_the_resumed_run_is_bit_for_bit_the_uninterrupted_one(at, tmp_path):
+@pytest.mark.parametrize(("at", "optimizer"), [(1, "adamw"), (4, "adamw"), (8, "adamw"), (4, "muon")])
+def test_ctrl_c_inside_a_step_ends_it_whole_and_the_resumed_run_is_bit_for_bit_the_uninterrupted_one(
+    at, optimizer, tmp_path
+):
     whole, first, second = Problem(), Problem(), Problem()
-    assert whole.train() == 9
+    assert whole.train(optimizer=optimizer) == 9
     plain_step = first.step
 
     def interrupted_step(step: int) -> Metrics:
@@ -61,11 +65,19 @@ def test_ctrl_c_inside_a_step_ends_it_whole_and_the_resumed_run_is_bit_for_bit_t
 
     first.step = interrupted_step  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        first.train(tmp_path / "state")
+        first.train(tmp_path / "state", optimizer=optimizer)
     assert first.seen == list(range(at + 1))
-    assert second.train(tmp_path / "state") == 9
+    assert second.train(tmp_path / "state", optimizer=optimizer) == 9
     assert second.seen == list(range(at + 1, 9))
     assert same(second, whole) and same(first, whole) == (at == 8)
+
+
+def test_muon_learns_the_matrices_and_adamw_the_rest():
+    plain, muon = Problem(), Problem()
+    plain.train(clip=1e9)
+    muon.train(clip=1e9, optimizer="muon")
+    assert torch.equal(plain.weight, muon.weight) and torch.equal(plain.bias, muon.bias)
+    assert not torch.allclose(plain.matrix, muon.matrix, atol=1e-3)
 
 
 def test_a_second_ctrl_c_is_not_held_back_and_the_handler_is_put_back(tmp_path):

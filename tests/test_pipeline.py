@@ -244,9 +244,9 @@ def no_tables(monkeypatch) -> list[Any]:
 
     asked: list[Any] = []
 
-    def run_bench(recipe: Recipe, tables: Collection[int]) -> list[Path]:
-        asked.append((recipe.name, tuple(tables)))
-        return [Path("table_2.md")]
+    def run_bench(recipe: Recipe, tables: Collection[int], *, paper: str = "draftexpert") -> list[Path]:
+        asked.append((paper, tuple(tables)))
+        return [Path(f"{paper}/table_2.md")]
 
     monkeypatch.setattr(bench_tables, "run_bench", run_bench)
     return asked
@@ -258,11 +258,25 @@ def test_reproduce_runs_every_stage_in_order_and_skips_what_is_done(home: Path, 
     places = [shown.index(f"{number}/5 {name}") for number, name in enumerate(
         ("build-target", "trace-routing", "train-draft-expert", "eval", "bench"), start=1
     )]  # fmt: skip
-    assert places == sorted(places) and no_tables == [("tiny", (2, 6))]
-    assert shown.index("done in 0:") > places[-1] and "results: results/tiny" in shown and "table: table_2.md" in shown
+    assert places == sorted(places) and no_tables == [("draftexpert", (2, 6))]
+    assert (
+        shown.index("done in 0:") > places[-1]
+        and "results: results/tiny" in shown
+        and "table: draftexpert/table_2.md" in shown
+    )
     stamp = (tmp_path / "results" / "tiny" / "eval.json").stat().st_mtime_ns
     assert "passed already" in done("reproduce", changes=small)
     assert (tmp_path / "results" / "tiny" / "eval.json").stat().st_mtime_ns == stamp
+
+
+def test_reproduce_goes_on_to_the_other_paper_where_its_tables_are_named(home: Path, no_tables: list[Any]):
+    small = ("eval.dtypes=[float32]", "eval.prompts=1", "eval.max_new_tokens=6", "bench.tables=[2]")
+    heads = "head={steps: 1, rows: 2, unroll: 2, max_minutes: null}"
+    shown = done("reproduce", changes=(*small, heads, "ecospec={heads: [eagle3, mtp], tables: [1, 13]}"))
+    names = ("6/8 train-drafter", "7/8 train-predictor", "8/8 bench --paper ecospec")
+    places = [shown.index(name) for name in names]
+    assert places == sorted(places) and no_tables == [("draftexpert", (2,)), ("ecospec", (1, 13))]
+    assert "EAGLE-3" in shown and "MTP" in shown and "table: ecospec/table_2.md" in shown
 
 
 def test_reproduce_makes_no_tables_of_methods_that_are_not_exact(home: Path, no_tables: list[Any], monkeypatch):
@@ -275,9 +289,10 @@ def test_reproduce_makes_no_tables_of_methods_that_are_not_exact(home: Path, no_
     assert result.exit_code == 1 and "FAILED: 1 of 1 methods" in result.stdout and no_tables == []
 
 
-def test_reproduce_knows_its_tables_before_it_starts(home: Path):
-    result = moexp_("reproduce", changes=("bench.tables=[2, 7]",))
-    assert result.exit_code == 2 and "bench.tables" in result.stderr and "1/5" not in result.stdout
+@pytest.mark.parametrize("change", ["bench.tables=[2, 7]", "ecospec.tables=[1, 14]"])
+def test_reproduce_knows_its_tables_before_it_starts(home: Path, change: str):
+    result = moexp_("reproduce", changes=(change,))
+    assert result.exit_code == 2 and change.split("=")[0] in result.stderr and "build-target" not in result.stdout
 
 
 @pytest.mark.slow

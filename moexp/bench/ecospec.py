@@ -75,13 +75,13 @@ def run_ecospec(recipe: Recipe, tables: Collection[int], folder: Path) -> None:
         for temperature in section.temperatures:
             if temperature == 0.0 or set(tables) & {1}:
                 bench.run(plain.get(temperature, f"t{temperature:g}"), main_methods(recipe, heads), temperature)
-        if set(tables) & {11} and SWEEP_HEAD in heads:
+        if set(tables) & {11, 12} and SWEEP_HEAD in heads:
             for gamma in section.gamma_sweep:
                 if gamma != section.gamma:
                     methods = [Method(name=AR), *_pair(recipe, SWEEP_HEAD, gamma)]
                     bench.run(f"{GAMMA}{gamma}", methods, 0.0)
 
-        if set(tables) & {6, 8} and SWEEP_HEAD in heads:
+        if set(tables) & {6, 7, 8} and SWEEP_HEAD in heads:
             for size in section.batch_sweep:
                 bench.run(f"{BATCH}{size}", [Method(name=AR), *_pair(recipe, SWEEP_HEAD, section.gamma)], 0.0, size)
 

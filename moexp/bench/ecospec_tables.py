@@ -177,6 +177,11 @@ def table_8(run: EcoRun, paper: Paper) -> Table:
     return _batches(run, paper, 8, ["rho", "speedup"], ["rho", "speedup"])
 
 
+def table_7(run: EcoRun, paper: Paper) -> Table:
+    """Table 6 of the paper's other target: ours is one target a recipe, so its rows are the same."""
+    return _batches(run, paper, 7, ["speedup", "experts_per_layer"], ["speedup", "E"])
+
+
 def _batches(run: EcoRun, paper: Paper, number: int, names: list[str], heads: list[str]) -> Table:
     columns = ["target", "method", "batch_size", "tag", "tokens_per_s", *names]
     notes = [
@@ -274,8 +279,18 @@ def _selections(run: EcoRun, paper: Paper, number: int, strategies: set[str], ke
 
 def table_11(run: EcoRun, paper: Paper) -> Table:
     """The verification budget gamma."""
+    return _budgets(run, paper, 11, [AVERAGE])
+
+
+def table_12(run: EcoRun, paper: Paper) -> Table:
+    """Table 11 of the paper's other target; here by workload."""
+    found = run.by_temperature.get(0.0)
+    return _budgets(run, paper, 12, [] if found is None else workloads_of(found))
+
+
+def _budgets(run: EcoRun, paper: Paper, number: int, workloads: list[str]) -> Table:
     columns = ["target", "method", "budget", "temperature", "workload", "prompts", "tag", "uniform"]
-    table = Table(11, paper.table(11).title, columns + with_ends(*MEASURED_COLUMNS), notes=list(NOTES))
+    table = Table(number, paper.table(number).title, columns + with_ends(*MEASURED_COLUMNS), notes=list(NOTES))
     shown = []
     others = [found for gamma, found in run.by_gamma.items() if gamma != run.target.get("gamma")]
     swept = {method for found in others for method in found.arms}
@@ -284,11 +299,12 @@ def table_11(run: EcoRun, paper: Paper) -> Table:
         for method in found.arms:
             if method == AR or method not in swept:
                 continue
-            row = measured_row(run, found, method, AVERAGE, 0.0) | {"budget": gamma}
-            table.rows.append(row)
-            shown.append([str(gamma), *cells(row, ["method", "speedup", "alpha", "experts_per_layer", "uniform"])])
+            for workload in workloads:
+                row = measured_row(run, found, method, workload, 0.0) | {"budget": gamma}
+                table.rows.append(row)
+                shown.append(cells(row, ["budget", "workload", "method", "speedup", "alpha", "experts_per_layer"]))
     if shown:
-        table.views.append(View("T = 0 (measured)", ["gamma", "method", "speedup", "alpha", "E", "uniform"], shown))
+        table.views.append(View("T = 0 (measured)", ["gamma", "workload", "method", "speedup", "alpha", "E"], shown))
     add_paper(table, paper, lambda row: row["workload"] == "Average")
     return table
 
@@ -332,8 +348,8 @@ def add_paper(table: Table, paper: Paper, shown: Callable[[dict[str, Any]], bool
 
 
 TABLES: dict[int, Callable[[EcoRun, Paper], Table]] = {
-    1: table_1, 2: table_2, 3: table_3, 4: table_4, 5: table_5, 6: table_6, 8: table_8, 9: table_9, 10: table_10,
-    11: table_11, 13: table_13,
+    1: table_1, 2: table_2, 3: table_3, 4: table_4, 5: table_5, 6: table_6, 7: table_7, 8: table_8, 9: table_9,
+    10: table_10, 11: table_11, 12: table_12, 13: table_13,
 }  # fmt: skip
 
 

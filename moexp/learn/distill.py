@@ -23,6 +23,7 @@ from ..target.draft_expert import DraftExperts
 from .draft_path import DraftPath
 from .kd import logit_loss
 from .loop import Metrics, Schedule, batch_rows, train
+from .optimizers import OptimizerName
 
 OnStep = Callable[[int, Metrics], None]
 
@@ -40,7 +41,11 @@ class Weights:
 
 @dataclass(frozen=True)
 class DistillSettings:
-    """Both stages; `rows` is the batch in corpus rows, `block` the longest block of a teacher-kv pass."""
+    """Both stages; `rows` is the batch in corpus rows, `block` the longest block of a teacher-kv pass.
+
+    `optimizer` is stage two's. In stage one Muon learns less than AdamW in as many steps (relative residual 0.75
+    against 0.63 after 20 on the pocket target).
+    """
 
     warmup: Schedule
     main: Schedule
@@ -50,6 +55,7 @@ class DistillSettings:
     warmup_rows: int = 8
     block: int = 5
     seed: int = 0
+    optimizer: OptimizerName = "muon"
 
 
 def warm_up(
@@ -64,7 +70,8 @@ def warm_up(
     """Stage one, in place: each draft expert (fp32) against equation 6's residual, on the target's own hidden
     states.
     """
-    _train(path, settings.warmup, _warmup_step(path, corpus_NL, settings), 100.0, checkpoint, identity, on_step)
+    step_fn = _warmup_step(path, corpus_NL, settings)
+    _train(path, settings.warmup, step_fn, 100.0, "adamw", checkpoint, identity, on_step)
 
 
 def distill(
@@ -77,7 +84,8 @@ def distill(
     on_step: OnStep = lambda step, metrics: None,
 ) -> None:
     """Stage two, in place: equation 11 end to end on the draft path; the target stays frozen."""
-    _train(path, settings.main, _main_step(path, corpus_NL, settings), 1.0, checkpoint, identity, on_step)
+    step_fn = _main_step(path, corpus_NL, settings)
+    _train(path, settings.main, step_fn, 1.0, settings.optimizer, checkpoint, identity, on_step)
 
 
 def _train(
@@ -85,6 +93,7 @@ def _train(
     schedule: Schedule,
     step_fn: Callable[[int], Metrics],
     clip: float,
+    optimizer: OptimizerName,
     checkpoint: Path | None,
     identity: str,
     on_step: OnStep,
@@ -93,7 +102,10 @@ def _train(
     for parameter in path.model.parameters():
         parameter.requires_grad_(False)
     named = dict(path.experts.named_parameters())
-    train(named, schedule, step_fn, clip=clip, checkpoint=checkpoint, identity=identity, on_step=on_step)
+    train(
+        named, schedule, step_fn,
+        clip=clip, optimizer=optimizer, checkpoint=checkpoint, identity=identity, on_step=on_step,
+    )  # fmt: skip
 
 
 def _warmup_step(path: DraftPath, corpus_NL: Tensor, settings: DistillSettings) -> Callable[[int], Metrics]:

@@ -1,7 +1,7 @@
 """One training loop: deterministic batches, a warm-up and cosine schedule, checkpoints that resume exactly.
 
 A batch is a pure function of (seed, step), so the data position needs no state. Checkpoints are safetensors
-(parameters and both Adam moments) beside a JSON header, written atomically; nothing is pickled.
+(parameters and what the optimiser keeps of each) beside a JSON header, written atomically; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..atomic import new_folder, recover_folder
 from ..errors import MoexpError
+from .optimizers import STATE, OptimizerName, Optimizers
 
 Metrics = dict[str, float]
 
@@ -67,6 +68,7 @@ def train(
     step_fn: Callable[[int], Metrics],
     *,
     lr_scale: dict[str, float] | None = None,
+    optimizer: OptimizerName = "adamw",
     betas: tuple[float, float] = (0.9, 0.95),
     clip: float = 1.0,
     checkpoint: Path | None = None,
@@ -80,6 +82,7 @@ def train(
 
     Args:
         named: the trainable parameters. `lr_scale` multiplies the rate of names that start with a key.
+        optimizer: "muon" updates matrices by Muon; `betas` are AdamW's.
         checkpoint: folder to resume from and to write to; `identity` must match the one it was written with.
         extra: tensors that steps change besides the parameters; saved and restored with them.
         after_step: called after each optimiser update; on_step: called with the step's metrics.
@@ -89,12 +92,10 @@ def train(
     Raises:
         MoexpError: the checkpoint belongs to another run.
     """
-    parameters = list(named.values())
-    scales = [next((s for key, s in (lr_scale or {}).items() if name.startswith(key)), 1.0) for name in named]
-    groups = [{"params": [parameter], "scale": scale} for parameter, scale in zip(parameters, scales, strict=True)]
-    optimizer = torch.optim.AdamW(groups, lr=schedule.lr, betas=betas, weight_decay=0.0, fused=True)
+    scales = {name: next((s for key, s in (lr_scale or {}).items() if name.startswith(key)), 1.0) for name in named}
+    updates = Optimizers(named, scales, optimizer, betas)
     extra = extra or {}
-    step, before_s = (0, 0.0) if checkpoint is None else _resume(checkpoint, named, extra, optimizer, identity)
+    step, before_s = (0, 0.0) if checkpoint is None else _resume(checkpoint, updates, extra, identity)
     started = saved = time.monotonic()
 
     def elapsed_s() -> float:
@@ -102,18 +103,16 @@ def train(
 
     def save() -> None:
         if checkpoint is not None:
-            _save(checkpoint, named, extra, optimizer, step, elapsed_s(), identity)
+            _save(checkpoint, updates, extra, step, elapsed_s(), identity)
 
     with _interrupt_noted() as interrupted:
         while step < schedule.steps and schedule.progress(step, elapsed_s()) < 1.0:
             rate = schedule.rate(step, elapsed_s())
-            for group in optimizer.param_groups:
-                group["lr"] = rate * group["scale"]
             metrics = step_fn(step)
-            norm = float(nn.utils.clip_grad_norm_(parameters, clip))
+            norm = float(nn.utils.clip_grad_norm_(named.values(), clip))
             if math.isfinite(norm):  # a batch that overflows is dropped, not learned from
-                optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+                updates.step(rate)
+            updates.clear()
             after_step(step)
             step += 1
             on_step(step, {**metrics, "lr": rate, "grad_norm": norm, "elapsed_s": elapsed_s()})
@@ -152,20 +151,17 @@ def _interrupt_noted() -> Iterator[Callable[[], bool]]:
 
 def _save(
     folder: Path,
-    named: dict[str, nn.Parameter],
+    updates: Optimizers,
     extra: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
     step: int,
     elapsed_s: float,
     identity: str,
 ) -> None:
     tensors: dict[str, Tensor] = {f"extra.{name}": tensor.detach().contiguous() for name, tensor in extra.items()}
-    for name, parameter in named.items():
+    for name, parameter in updates.named.items():
         tensors[f"parameter.{name}"] = parameter.detach().contiguous()
-        state = optimizer.state.get(parameter, {})
-        for key in ("exp_avg", "exp_avg_sq", "step"):
-            if key in state:
-                tensors[f"{key}.{name}"] = state[key].contiguous()
+        for key, value in updates.state(name).items():
+            tensors[f"{key}.{name}"] = value.contiguous()
     header = {"step": step, "elapsed_s": elapsed_s, "identity": identity}
 
     with new_folder(folder) as temp:
@@ -175,9 +171,8 @@ def _save(
 
 def _resume(
     folder: Path,
-    named: dict[str, nn.Parameter],
+    updates: Optimizers,
     extra: Mapping[str, Tensor],
-    optimizer: torch.optim.Optimizer,
     identity: str,
 ) -> tuple[int, float]:
     recover_folder(folder)
@@ -194,10 +189,9 @@ def _resume(
         keys = set(saved.keys())
         for name, tensor in extra.items():
             tensor.copy_(saved.get_tensor(f"extra.{name}"))
-        for name, parameter in named.items():
+        for name, parameter in updates.named.items():
             parameter.copy_(saved.get_tensor(f"parameter.{name}"))
-            if f"exp_avg.{name}" in keys:
-                optimizer.state[parameter] = {
-                    key: saved.get_tensor(f"{key}.{name}") for key in ("exp_avg", "exp_avg_sq", "step")
-                }
+            state = {key: saved.get_tensor(f"{key}.{name}") for key in STATE if f"{key}.{name}" in keys}
+            if state:
+                updates.restore(name, state)
     return int(header["step"]), float(header["elapsed_s"])

@@ -69,34 +69,33 @@ def measure_agreement(path: DraftPath, rows_NL: Tensor, batch: int = 8) -> Agree
 def measure_acceptance(path: DraftPath, rows_NL: Tensor, starts: list[int], draft_length: int = 4) -> Acceptance:
     """Greedy acceptance from held-out contexts.
 
-    At every position in `starts`, the target's KV holds the context before it, the draft path proposes K tokens
-    (its own KV inside the block), and the target verifies them; a draft counts as accepted while it equals the
+    At every position in `starts` (2 and up), the target's KV holds the context before it, the draft path proposes K
+    tokens (its own KV inside the block), and the target verifies them; a draft counts as accepted while it equals the
     target's argmax.
     """
     model = path.model
     accepted_NK: list[Tensor] = []
     unions_draft: list[Tensor] = []
     unions_verify: list[Tensor] = []
+    whole = DynamicCache(config=model.config)
+    model.model(input_ids=rows_NL[:, : max(starts) - 1].long(), cache=whole)
     for start in starts:
-        context_NL = rows_NL[:, :start].long()
-        cache = DynamicCache(config=model.config)
-        model.model(input_ids=context_NL[:, :-1], cache=cache)
-        fed = context_NL[:, -1:]
-        drafts = []
-        drafting_cache = copy.deepcopy(cache)
+        last_N1 = rows_NL[:, start - 1 : start].long()
+        fed, drafts = last_N1, []
+        cache = _first_positions(whole, start - 1)
         union_draft = torch.zeros(len(fed), len(path.spec.moe_layers), path.spec.num_experts, dtype=torch.bool)
         for _ in range(draft_length):
             path.predicted = {}
             with path.drafting():
-                logits_NV = model(input_ids=fed, cache=drafting_cache).logits[:, -1]
+                logits_NV = model(input_ids=fed, cache=cache).logits[:, -1]
             for place, index_Nk in enumerate(path.predicted.values()):
                 union_draft[:, place].scatter_(1, index_Nk[:, : path.top_r], True)
             fed = logits_NV.argmax(-1, keepdim=True)
             drafts.append(fed)
         path.predicted = None
-        block_NB = torch.cat([context_NL[:, -1:], *drafts], dim=1)
+        block_NB = torch.cat([last_N1, *drafts], dim=1)
         with path.recording("routing") as teacher:
-            wanted_NB = model(input_ids=block_NB, cache=cache).logits.argmax(-1)
+            wanted_NB = model(input_ids=block_NB, cache=_first_positions(whole, start - 1)).logits.argmax(-1)
         right_NK = (wanted_NB[:, :-1] == block_NB[:, 1:]).long().cumprod(dim=1)
         accepted_NK.append(right_NK)
         union_verify = torch.zeros_like(union_draft)
@@ -114,6 +113,14 @@ def measure_acceptance(path: DraftPath, rows_NL: Tensor, starts: list[int], draf
         unique_draft=float(torch.stack(unions_draft).float().mean()),
         unique_verify=float(torch.stack(unions_verify).float().mean()),
     )
+
+
+def _first_positions(cache: DynamicCache, length: int) -> DynamicCache:
+    """A cache of the first `length` positions of another, which it leaves as it is. Nothing is copied."""
+    part = copy.copy(cache)
+    part.layers = [copy.copy(layer) for layer in cache.layers]
+    part.crop(length - cache.get_seq_length())
+    return part
 
 
 def _chosen(path: DraftPath, layer: int, router_logits_TE: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from .draft_path import DraftPath
 from .loop import Metrics, Schedule
 from .measure import Acceptance, Agreement, measure_acceptance, measure_agreement
 
-CONTEXT_STARTS = (64, 112, 160, 208)  # positions of a held-out row at which blocks start
+CONTEXT_STARTS = tuple(range(64, 256, 24))  # positions of a held-out row at which blocks start
 AGREEMENT_ROWS = 12  # every position of a row counts, so few rows will do
 START_TOKENS = 4096  # tokens that decide which neurons a draft expert starts from
 
@@ -81,6 +81,7 @@ def settings_of(section: DraftSection, seed: int) -> DistillSettings:
         warmup_rows=section.warmup_rows,
         block=section.block_length,
         seed=seed,
+        optimizer=section.optimizer,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from moexp.schema.base import DType, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section, Share
 
 
@@ -45,6 +47,10 @@ class EcoSpecSection(Section):
     """Requests decoded together (Tables 6 and 8)."""
     epsilon: PositiveFloat = 1.0
     temperatures: tuple[NonNegativeFloat, ...] = (0.0, 1.0)
+    heads: tuple[Literal["eagle3", "mtp", "gto"], ...] = ("eagle3", "mtp", "gto")
+    """Draft heads that `moexp reproduce` trains."""
+    tables: tuple[Positive, ...] = ()
+    """Those that `moexp reproduce` measures; none: it leaves heads and predictor out as well."""
     prompts: Positive = 1
     """A workload."""
     max_new_tokens: Positive = 24

@@ -50,6 +50,8 @@ class DraftSection(Section):
     rows: Positive = 8
     """Corpus rows a step."""
     lr: PositiveFloat = 1e-3
+    optimizer: Literal["adamw", "muon"] = "muon"
+    """After the warm-up: Muon (orthogonalised momentum) learns matrices, AdamW the rest; or AdamW all of it."""
     corpus: CorpusSection = CorpusSection(author="both", tokens=600_000)
     held_out_rows: Positive = 32
     """Corpus rows kept for measuring, not trained on."""

@@ -1,0 +1,107 @@
+"""`moexp reproduce`: all stages in order, from the target to both papers' tables, each skipped where it is done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rich.console import Console
+
+from moexp import artifacts, stages
+from moexp.recipe import Recipe
+
+Stage = tuple[str, Callable[[], bool | None]]
+"""A name, and what to run; False ends the whole run."""
+
+
+def reproduce(recipe: Recipe, console: Console) -> bool:
+    """Runs every stage of the recipe; False if the exactness gate failed: then no table is made.
+
+    EcoSpec's heads, predictor and tables are left out where `ecospec.tables` is empty.
+
+    Raises:
+        MoexpError: a table that is not measured here, before anything is run; whatever a stage raises.
+    """
+    from moexp.bench.tables import check_tables
+
+    check_tables(recipe.bench.tables, "draftexpert", where="bench.tables")
+    check_tables(recipe.ecospec.tables, "ecospec", where="ecospec.tables")
+    started, files = time.monotonic(), list[Path]()
+    todo = _stages(recipe, console, files)
+    for number, (name, run) in enumerate(todo, start=1):
+        heading = f"{number}/{len(todo)} {name}, {_clock(started)} since the start"
+        console.rule(heading, align="left", characters="-")
+        if run() is False:
+            return False
+    console.rule(align="left", characters="-")
+    console.print(f"done in {_clock(started)}", highlight=False)
+    places = [
+        ("trace", stages.trace_folder(recipe)),
+        ("draft experts", artifacts.draft_folder(recipe)),
+        ("results", stages.results_folder(recipe)),
+    ]
+    for name, place in [*places, *(("table", file) for file in files if file.suffix == ".md")]:
+        console.print(f"{name}: {place}", soft_wrap=True, highlight=False)
+    return True
+
+
+def _stages(recipe: Recipe, console: Console, files: list[Path]) -> list[Stage]:
+    """The recipe's stages in order; `files` receives the tables."""
+    from moexp.bench.tables import run_bench
+
+    def draft_experts() -> None:
+        stages.train_stage(recipe, console)
+        keep_summaries(recipe)
+
+    def draftexpert_tables() -> None:
+        files.extend(run_bench(recipe, recipe.bench.tables))
+
+    def ecospec_tables() -> None:
+        files.extend(run_bench(recipe, recipe.ecospec.tables, paper="ecospec"))
+
+    def heads() -> None:
+        for kind in recipe.ecospec.heads:
+            stages.drafter_stage(artifacts.with_head(recipe, kind), console)
+
+    def done(stage: Callable[[Recipe, Console], Path]) -> Callable[[], None]:
+        def run() -> None:
+            stage(recipe, console)
+
+        return run
+
+    todo: list[Stage] = [
+        ("build-target", done(stages.build_stage)),
+        ("trace-routing", done(stages.trace_stage)),
+        ("train-draft-expert", draft_experts),
+        ("eval", lambda: stages.eval_stage(recipe, console, skip=True)),
+        ("bench", draftexpert_tables),
+    ]
+    if recipe.ecospec.tables:
+        todo += [
+            ("train-drafter", heads),
+            ("train-predictor", done(stages.predictor_stage)),
+            ("bench --paper ecospec", ecospec_tables),
+        ]
+    return todo
+
+
+def _clock(started: float) -> str:
+    minutes, seconds = divmod(int(time.monotonic() - started), 60)
+    return f"{minutes}:{seconds:02d}"
+
+
+def keep_summaries(recipe: Recipe) -> list[Path]:
+    """Writes what was measured on the target and its draft experts to the recipe's results; returns the files."""
+    from moexp.learn.build import read_manifest
+    from moexp.summary import write_draft_summary, write_target_summary
+    from moexp.target.draft_expert import read_header
+
+    folder, files = stages.results_folder(recipe), list[Path]()
+    manifest = read_manifest(artifacts.find_target(recipe))
+    if manifest.get("quality"):
+        files += write_target_summary(folder, recipe.name, manifest)
+    header = read_header(artifacts.draft_folder(recipe))
+    if header.get("metrics"):
+        files += write_draft_summary(folder, recipe.name, header)
+    return files
