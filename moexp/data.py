@@ -7,6 +7,9 @@ A source is a string, the same everywhere (recipes, flags, Python):
     tune                                         prompts kept apart for choosing hyper-parameters
     path/to/file.jsonl[#field]                   local prompts, one JSON object a line
     hf:repo[:config][:split][#field]             a hub dataset
+    gsm8k | humaneval | aime25 | math500 | amc22-24 | mt-bench | mmstar | mbpp | alpaca | cnn-dm
+                                                 (prompts only) a public benchmark with its prompt, from the hub
+    gsm8k=path/to/gsm8k_test.jsonl               the same from a local file, in the hub's fields or with `turns`
     machine                                      (texts only) documentation of Python's standard library
 """
 
@@ -17,14 +20,17 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, cast
 
+from moexp.benchmarks import BENCHMARKS, benchmark_rows
 from moexp.errors import MoexpError
 from moexp.hub import hub_rows
 from moexp.machine_text import join_chunks, machine_texts
+from moexp.rows import json_rows, pick_id, pick_texts
 from moexp.templates import Templates
 
 if TYPE_CHECKING:
@@ -35,6 +41,7 @@ PROMPT_FIELDS = ("turns", "question", "prompt", "instruction", "messages")
 TEXT_FIELDS = ("text", "content", "document", "article")
 TEXT_FILES = ".txt, .jsonl, .parquet"
 ID_FIELDS = ("id", "question_id", "task_id")
+NAMES = (*WORKLOADS, "embedded", "tune", *BENCHMARKS)
 # A training prompt shares no run of this many words with an evaluation prompt.
 OVERLAP_WORDS = 8
 
@@ -52,8 +59,8 @@ def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
     """Prompts of a source (see the module's docstring), in a fixed order.
 
     Args:
-        source: an embedded name, a local JSONL path or a hub dataset. Without `#field` the text is taken
-            from the first of `PROMPT_FIELDS` a row has.
+        source: an embedded name, a benchmark's, a local JSONL path or a hub dataset. Without `#field` the text
+            is taken from the first of `PROMPT_FIELDS` a row has.
         limit: at most that many, from the start; any prefix of `embedded` is balanced over the workloads.
 
     Raises:
@@ -61,12 +68,16 @@ def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
     """
     if limit is not None and limit < 1:
         raise MoexpError("the number of prompts must be positive", where=f"{source}, limit {limit}")
+    name, equals, path = source.partition("=")
     if source == "embedded":
         by_workload = [_embedded(name) for name in WORKLOADS]
         rounds = itertools.zip_longest(*by_workload)
         prompts: Iterable[Prompt] = (prompt for round_ in rounds for prompt in round_ if prompt)
     elif source in (*WORKLOADS, "tune"):
         prompts = _embedded(source)
+    elif name in BENCHMARKS:
+        rows = benchmark_rows(name, path if equals else None)
+        prompts = (Prompt(row_id, name, turns) for row_id, turns in rows)
     else:
         prompts = _external_prompts(source)
     loaded = list(itertools.islice(prompts, limit))
@@ -100,11 +111,11 @@ def load_texts(source: str) -> Iterator[str]:
         if path.suffix == ".parquet":
             rows = _parquet_rows(path)
         elif path.suffix in (".jsonl", ".json"):
-            rows = _json_rows(path)
+            rows = json_rows(path)
         else:
             raise MoexpError("cannot read texts from this kind of file", where=location, valid=TEXT_FILES)
     for where, row in rows:
-        text = "\n\n".join(_pick(row, (field,) if field else TEXT_FIELDS, where))
+        text = "\n\n".join(pick_texts(row, (field,) if field else TEXT_FIELDS, where))
         if text:
             yield text
 
@@ -219,17 +230,18 @@ def _external_prompts(source: str) -> Iterator[Prompt]:
         rows = hub_rows(repo, prefer=("test", "validation", "train"), streaming=False)
         name = repo.split(":")[0].split("/")[-1]
     else:
-        known = ", ".join((*WORKLOADS, "embedded", "tune"))
-        path = _existing(location, valid=f"{known}, a .jsonl file, or hf:repo[:config][:split][#field]")
-        rows, name = _json_rows(path), path.stem
+        close = get_close_matches(location.partition("=")[0], NAMES, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        kinds = "BENCHMARK=FILE.jsonl, a .jsonl file, or hf:repo[:config][:split][#field]"
+        path = _existing(location, valid=f"{hint}{', '.join(NAMES)}, {kinds}")
+        rows, name = json_rows(path), path.stem
     for number, (where, row) in enumerate(rows, start=1):
-        turns = _pick(row, (field,) if field else PROMPT_FIELDS, where)
+        turns = pick_texts(row, (field,) if field else PROMPT_FIELDS, where)
         if not any(turn.strip() for turn in turns):
             raise MoexpError("empty prompt", where=where)
         if row.get("input") and turns == (row.get("instruction"),):  # the Alpaca layout
             turns = (f"{turns[0]}\n\n{row['input']}",)
-        row_id = next((row[key] for key in ID_FIELDS if row.get(key) is not None), number)
-        yield Prompt(f"{name}-{row_id}", name, turns)
+        yield Prompt(f"{name}-{pick_id(row, ID_FIELDS, number)}", name, turns)
 
 
 def _split_field(source: str) -> tuple[str, str | None]:
@@ -241,31 +253,10 @@ def _existing(location: str, *, valid: str) -> Path:
     path = Path(location).expanduser()
     if path.is_file():
         return path
-    # A bare word was meant as a name, anything else as a path.
-    is_name = path.suffix == "" and path.name == location
+    # A bare word was meant as a name, on its own or before a file; anything else as a path.
+    word = Path(location.partition("=")[0])
+    is_name = word.suffix == "" and word.name == str(word)
     raise MoexpError("unknown source" if is_name else "no such file", where=location, valid=valid)
-
-
-def _json_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(`file:line`, object) for each line that is not blank."""
-    with path.open(encoding="utf-8") as lines:
-        try:
-            for number, line in enumerate(lines, start=1):
-                where = f"{path}:{number}"
-                if line.strip():
-                    yield where, _json_object(line, where)
-        except UnicodeDecodeError as error:
-            raise MoexpError("not UTF-8 text", where=str(path)) from error
-
-
-def _json_object(line: str, where: str) -> Mapping[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise MoexpError(f"not JSON: {error.msg}", where=where, valid="one JSON object a line") from error
-    if not isinstance(row, dict):
-        raise MoexpError("not a JSON object", where=where, valid="one JSON object a line")
-    return row
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -289,32 +280,3 @@ def _paragraphs(path: Path) -> Iterator[str]:
                     yield "".join(block).strip("\n")
         except UnicodeDecodeError as error:
             raise MoexpError("not UTF-8 text", where=str(path)) from error
-
-
-def _pick(row: Mapping[str, Any], fields: Sequence[str], where: str) -> tuple[str, ...]:
-    """The texts in the first of `fields` that the row has."""
-    field = next((field for field in fields if field in row), None)
-    if field is None:
-        missing = " or ".join(repr(field) for field in fields)
-        raise MoexpError(f"no field {missing}", where=where, valid=", ".join(row) or "the row is empty")
-    texts = _texts(row[field])
-    if texts is None:
-        raise MoexpError(
-            f"field {field!r} holds no text",
-            where=where,
-            valid="a string, a list of strings, or chat messages",
-        )
-    return texts
-
-
-def _texts(value: Any) -> tuple[str, ...] | None:
-    """A string, a list of strings, or chat messages (the user's are kept); None for anything else."""
-    if isinstance(value, str):
-        return (value,)
-    if not isinstance(value, (list, tuple)) or not value:
-        return None
-    if all(isinstance(item, str) for item in value):
-        return tuple(value)
-    if all(isinstance(item, Mapping) and isinstance(item.get("content"), str) for item in value):
-        return tuple(item["content"] for item in value if item.get("role") == "user") or None
-    return None

@@ -168,7 +168,8 @@ def store_for(section: StoreSection, target: Target) -> StoreSection:
 
 def gate_prompts(recipe: Recipe, *, everything: bool = False) -> list[Prompt]:
     """`eval.prompts` prompts, the tuning prompts and each of the bench's workloads in turn; or all there are."""
-    sources = [load_prompts(source) for source in dict.fromkeys(("tune", *recipe.bench.workloads))]
+    limit = None if everything else recipe.eval.prompts  # of a large hub set, no more rows than are taken
+    sources = [load_prompts(source, limit) for source in dict.fromkeys(("tune", *recipe.bench.workloads))]
     turns = [prompt for round_ in itertools.zip_longest(*sources) for prompt in round_ if prompt is not None]
     return turns if everything else turns[: recipe.eval.prompts]
 

@@ -17,13 +17,16 @@ GRAMMAR = "hf:repo[:config][:split][#field]"
 SPLIT = re.compile(r"(train|test|validation|val|dev)(\[.*\])?$")
 
 
-def hub_rows(location: str, *, prefer: Sequence[str], streaming: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def hub_rows(
+    location: str, *, prefer: Sequence[str], streaming: bool, drop: Sequence[str] = ()
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(name, row) for each row of a dataset.
 
     Args:
         location: `repo[:config][:split]`.
         prefer: the splits to look for, in this order, where none is named.
         streaming: read rows over the network as they are asked for, without downloading the whole.
+        drop: columns to leave out, never decoded.
 
     Raises:
         MoexpError: a malformed location, or an unreadable dataset: offline, missing, gated, no such split.
@@ -39,6 +42,8 @@ def hub_rows(location: str, *, prefer: Sequence[str], streaming: bool) -> Iterat
             data = datasets.load_dataset(repo, config, split=split, streaming=streaming)
         if isinstance(data, Mapping):
             data = data[next((name for name in prefer if name in data), next(iter(data)))]
+        if drop:
+            data = data.remove_columns(list(drop))
         for row in data:
             yield where, row
     except Exception as error:
