@@ -3,6 +3,7 @@
 # make test-slow   the long tests
 # make quickstart  the whole chain with little training (a few minutes)
 # make reproduce   the whole chain for the default recipe
+# make reproduce-all  and EcoSpec's tables for targets carved to the geometries of its three models (hours)
 # make clean       caches and build products; make distclean also removes .venv
 #
 # PYTHON=python3.12 chooses the interpreter. PIP_ARGS="--find-links DIR" shows pip a folder of wheels, for example one
@@ -18,7 +19,7 @@ STAMP := $(VENV)/.moexp-installed
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 CONSTRAINT := $(if $(filter-out 0,$(HAS_GPU)),,-c constraints-cpu.txt)
 
-.PHONY: env test test-slow quickstart reproduce clean distclean
+.PHONY: env test test-slow quickstart reproduce reproduce-all clean distclean
 .DEFAULT_GOAL := test
 
 env: $(STAMP)
@@ -51,6 +52,11 @@ quickstart: env
 
 reproduce: env
 	@$(BIN)/moexp reproduce --recipe pocket
+
+reproduce-all: reproduce
+	@for recipe in pocket-qwen3 pocket-gpt-oss pocket-deepseek-v3; do \
+	  $(BIN)/moexp reproduce --recipe $$recipe || exit 1; \
+	done
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

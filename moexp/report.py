@@ -225,13 +225,13 @@ def write_table(folder: Path, table: Table) -> list[Path]:
 def rebuild(
     recipe: Any, paper: str = "draftexpert", *, out: Path | None = None, results: Path = Path("results")
 ) -> list[Path]:
-    """`moexp report`: every table that the recipe's raw records allow, without running anything.
+    """`moexp report`: every table and figure that the recipe's raw records allow, without running anything.
 
     Args:
         recipe: whose `moexp bench` run is to be read.
         paper: whose tables.
         out: the run folder, if it is not the recipe's own.
-        results: tables go to `results/<recipe>/<paper>`.
+        results: tables and figures go to `results/<recipe>/<paper>`.
 
     Raises:
         MoexpError: an unknown paper, or nothing has been measured yet.
@@ -241,7 +241,18 @@ def rebuild(
     if not (folder / "recipe.yaml").exists():
         command = f"moexp bench --recipe {recipe.name}" + ("" if paper == "draftexpert" else f" --paper {paper}")
         raise MoexpError("nothing is measured", where=str(folder), valid=f"run: {command}")
-    return write_tables(recipe, paper, folder, results)
+    return write_results(recipe, paper, folder, results)
+
+
+def write_results(
+    recipe: Any, paper: str, folder: Path, results: Path, numbers: Collection[int] | None = None
+) -> list[Path]:
+    """Writes the tables `numbers` (all if None) and the figures that there are data for; returns their files."""
+    from moexp.bench.figures import draw_figures
+    from moexp.stages import trace_folder
+
+    tables = write_tables(recipe, paper, folder, results, numbers)
+    return tables + draw_figures(recipe, paper, folder, trace_folder(recipe), results)
 
 
 def write_tables(

@@ -266,8 +266,8 @@ def test_an_unknown_platform_or_table_names_the_valid_ones(recipe: Recipe):
         with pytest.raises(MoexpError, match="2, 3, 4, 5, 6, all"):
             bench_tables.parse_tables(text)
     assert bench_tables.parse_tables("all") == (2, 3, 4, 5, 6) and bench_tables.parse_tables("4") == (4,)
-    with pytest.raises(MoexpError, match="1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 13, all"):
-        bench_tables.run_bench(recipe, (7,), paper="ecospec")
+    with pytest.raises(MoexpError, match="11, 12, 13, all"):
+        bench_tables.run_bench(recipe, (14,), paper="ecospec")
     with pytest.raises(MoexpError, match="no paper 'nope'.*draftexpert, ecospec"):
         bench_tables.parse_tables("all", "nope")
 
@@ -407,7 +407,9 @@ def test_bench_and_report_write_the_same_tables(recipe: Recipe, tmp_path: Path, 
     shown = moexp_("bench", "--table", "all", "--out", str(out))
     folder = Path("results/tiny/draftexpert")
     files = sorted(folder.iterdir())
-    assert [file.name for file in files] == sorted(f"table_{n}.{kind}" for n in range(2, 7) for kind in ("csv", "md"))
+    tables = [file.name for file in files if file.name.startswith("table_")]
+    assert tables == sorted(f"table_{n}.{kind}" for n in range(2, 7) for kind in ("csv", "md"))
+    assert folder / "figure_speedup.png" in files
     assert all(str(file) in shown for file in files)
     before = {file: file.read_bytes() for file in files}
     kept = {file: file.read_bytes() for file in out.rglob("*.jsonl")}

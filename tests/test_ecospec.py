@@ -19,7 +19,8 @@ CHANGES = [
     "head={steps: 1, rows: 2, unroll: 2, max_minutes: null}",
     "draft.held_out_rows=2",
     "bench={workloads: [chat, math], bootstrap_samples: 50, warmup_prompts: 0}",
-    "ecospec={max_new_tokens: 6, gamma_sweep: [2, 4], batch_sweep: [1, 2], temperatures: [0.0, 1.0]}",
+    "ecospec={max_new_tokens: 6, gamma_sweep: [2, 4], batch_sweep: [1, 2], temperatures: [0.0, 1.0],"
+    " epsilon_sweep: [10.0], prompts: 1, disk_prompts: 1, disk_new_tokens: 4}",
 ]
 
 
@@ -33,6 +34,10 @@ def run(*words: str) -> str:
 def read(path: Path) -> list[dict[str, str]]:
     with open(path) as lines:
         return list(csv.DictReader(lines))
+
+
+def ours(path: Path, platform: str = "resident") -> list[dict[str, str]]:
+    return [row for row in read(path) if row["tag"] != "paper" and row["platform"] == platform]
 
 
 def test_labels_say_drafter_and_selection():
@@ -52,11 +57,12 @@ def test_from_training_to_tables(tmp_path: Path, monkeypatch):
     out = tmp_path / "run"
     output = run("bench", "--paper", "ecospec", "--out", str(out))
     results = tmp_path / "results" / "tiny" / "ecospec"
-    assert {path.name for path in results.glob("*.csv")} == {f"table_{n}.csv" for n in ecospec_tables.TABLES}
-    assert "results/tiny/ecospec/table_1.md" in output
+    assert {path.name for path in results.glob("table_*.csv")} == {f"table_{n}.csv" for n in ecospec_tables.TABLES}
+    assert "results/tiny/ecospec/table_1.md" in output and "results/tiny/ecospec/figure_1.png" in output
+    assert {path.name for path in results.glob("*.png")} >= {"figure_1.png", "figure_gamma.png"}
     found = load_eco_run(out)
 
-    first = [row for row in read(results / "table_1.csv") if row["tag"] != "paper"]
+    first = ours(results / "table_1.csv")
     assert {row["temperature"] for row in first} == {"0", "1"}
     methods = {row["method"] for row in first}
     assert methods == {"ar", "EAGLE-3", "EAGLE-3 + EcoSpec", "draft-expert", "draft-expert + EcoSpec"}
@@ -70,29 +76,33 @@ def test_from_training_to_tables(tmp_path: Path, monkeypatch):
     )
     assert all(step.drafted <= 3 for arm in by_hand for step in arm.steps)
 
-    model = {row["method"]: row for row in read(results / "table_2.csv") if row["tag"] != "paper"}
+    model = {row["method"]: row for row in ours(results / "table_2.csv")}
     more, less = (float(model[name]["model_gb"]) for name in ("EAGLE-3", "ar"))
     assert more > less and float(model["ar"]["experts_per_layer"]) == found.target["top_k"]
-    time = {row["method"]: row for row in read(results / "table_3.csv") if row["tag"] != "paper"}
+    on_disk = {row["method"]: row for row in ours(results / "table_2.csv", "local-disk")}
+    assert float(on_disk["ar"]["moved_gb"]) > 0 and not float(model["ar"]["moved_gb"] or 0)
+    rules = {row["strategy"] for row in ours(results / "table_4.csv")}
+    assert rules == {"confidence", "EcoSpec", "epsilon 10", "global"}
+    time = {row["method"]: row for row in ours(results / "table_3.csv")}
     assert time["EAGLE-3 + EcoSpec"]["predictor_s"] and not time["EAGLE-3"]["predictor_s"]
-    budgets = [(row["budget"], row["method"]) for row in read(results / "table_11.csv") if row["tag"] != "paper"]
+    budgets = [(row["budget"], row["method"]) for row in ours(results / "table_11.csv")]
     assert sorted(budgets) == [(g, m) for g in ("2", "4") for m in ("EAGLE-3", "EAGLE-3 + EcoSpec")]
-    sixth = [row for row in read(results / "table_6.csv") if row["tag"] != "paper"]
+    sixth = ours(results / "table_6.csv")
     batches = {(row["batch_size"], row["method"]): row for row in sixth}
     assert {size for size, _ in batches} == {"1", "2"}
     assert float(batches["2", "ar"]["experts_per_layer"]) > float(batches["1", "ar"]["experts_per_layer"])
     assert float(batches["2", "ar"]["speedup"]) == 1
-    rho = {(row["batch_size"], row["method"]): row["rho"] for row in read(results / "table_8.csv")}
+    rho = {(row["batch_size"], row["method"]): row["rho"] for row in ours(results / "table_8.csv")}
     assert float(rho["2", "ar"]) == 1 and float(rho["1", "EAGLE-3"]) > 0
-    levels = [row for row in read(results / "table_9.csv") if row["tag"] != "paper"]
+    levels = ours(results / "table_9.csv")
     assert {"converged", "oracle"} <= {row["predictor"] for row in levels}
     assert next(float(row["overlap"]) for row in levels if row["predictor"] == "oracle") == 1
-    oracle = [row for row in read(results / "table_10.csv") if row["predictor"] == "oracle" and row["tag"] != "paper"]
+    oracle = [row for row in ours(results / "table_10.csv") if row["predictor"] == "oracle"]
     assert len(oracle) == 1 and not oracle[0]["speedup"]
 
-    before = {path.name: path.read_text() for path in results.iterdir()}
+    before = {path.name: path.read_bytes() for path in results.iterdir()}
     run("report", "--paper", "ecospec", "--out", str(out))
-    assert {path.name: path.read_text() for path in results.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in results.iterdir()} == before
 
 
 @pytest.mark.parametrize("number", sorted(ecospec_tables.TABLES))

@@ -31,11 +31,14 @@ from moexp.learn.gto import (
     tree_loss,
 )
 from moexp.learn.head_loss import head_loss, read_teacher
+from moexp.learn.head_start import start_by_least_squares
 from moexp.learn.loop import Metrics, Schedule
 from moexp.learn.mtp import measure_mtp, mtp_loss, train_mtp
 from moexp.target.draft_head import HeadCache, frozen_copy
 from moexp.target.eagle_head import EagleHead
+from moexp.target.eagle_head import start_from_target as start_eagle
 from moexp.target.mtp_head import MtpHead, new_mtp_head
+from moexp.target.mtp_head import start_from_target as start_mtp
 from tests.heads import small_eagle
 from tests.tiny_models import random_rows, tiny_folder, whole_model
 
@@ -505,3 +508,35 @@ def test_gto_trains_from_an_eagle_head_and_logs_the_tree(model: Any, taught: Eag
     assert log[-1]["reward"] != log[-1]["reward_reference"] and log[-1]["expected"] > 0
     assert any(not torch.equal(value, taught.state_dict()[name]) for name, value in head.state_dict().items())
     assert {"acceptance_1", "overlap_2", "path", "ratio", "clipped", "expected_reference"} <= set(log[0])
+
+
+# --- the start ---
+
+
+@pytest.mark.parametrize("kind", ["eagle", "mtp"])
+def test_a_head_starts_with_the_best_linear_guess_of_the_next_state(kind: str, model: Any):
+    head, rows = any_head(kind, model), random_rows(12, 40)
+    if isinstance(head, EagleHead):
+        start_eagle(head, model.model.norm, model.lm_head)
+    else:
+        start_mtp(head, model.model.norm)
+    measured = measure_eagle if kind == "eagle" else measure_mtp
+    before = measured(head, model, rows, steps=1)  # type: ignore[arg-type]
+    loss = start_by_least_squares(head, model, rows, batch=5)
+    after = measured(head, model, rows, steps=1)  # type: ignore[arg-type]
+    assert after["kl"] < before["kl"] and math.isfinite(loss)
+
+    # The solver of torch on the same pairs, without the ridge, can do no better than a little.
+    seen, embedded = TargetPass(model, head.feature_layers)(rows), head.shared.embed(rows[:, 5:]).float()
+    states = seen.features_BLF[:, 4:-1].float()
+    if isinstance(head, MtpHead):
+        inputs = torch.cat([head.enorm(embedded), head.hnorm(states)], dim=-1).flatten(0, 1)
+        made = inputs @ head.eh_proj.weight.T
+    else:
+        inputs = torch.cat([states, head.midlayer.input_layernorm(embedded)], dim=-1).flatten(0, 1)
+        chains = Chains(head, rows, seen.features_BLF)
+        made = chains.hidden[:, 4:].flatten(0, 1)
+    wanted = (seen.final_BLH[:, 5:].float() / model.model.norm.weight.float()).flatten(0, 1)
+    best = inputs @ torch.linalg.lstsq(inputs, wanted, driver="gelsd").solution
+    errors = [float((guess - wanted).square().mean()) for guess in (best, made, torch.zeros_like(wanted))]
+    assert errors[0] <= errors[1] < errors[0] + 0.5 * (errors[2] - errors[0])

@@ -2,7 +2,8 @@
 
 Drafters: the heads that `moexp train-drafter` made, and the target on its draft-expert path. Each selects by confidence
 (the baseline) and by marginal cost (EcoSpec), from the same trees; heads ask the learned predictor for expert sets, the
-draft-expert path its own router. Experts are cold on the local disk, as for DraftExpert's tables.
+draft-expert path its own router. Experts are in memory, where a step costs the traffic of the union (the paper's
+setting), and cold on the local disk, as for DraftExpert's tables; padded in both.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from moexp.bench.ecospec_data import (
     BATCH,
     DRAFT_EXPERT,
     ECOSPEC,
+    EPSILON,
     GAMMA,
     GLOBAL,
     ORACLE,
@@ -39,7 +41,7 @@ from moexp.bench.ecospec_data import (
     parts_of,
 )
 from moexp.bench.measure import measure_on
-from moexp.bench.platforms import find_platform
+from moexp.bench.platforms import Platform, find_platform
 from moexp.bench.runner import PromptEngine, make_jobs, select_prompts, tuning_prompts
 from moexp.compute import prepare
 from moexp.errors import MoexpError
@@ -54,7 +56,8 @@ from moexp.schema import StoreSection
 from moexp.target.load import Target, target_identity
 
 HEADS = {"eagle3": "EAGLE-3", "mtp": "MTP", "gto": "GTO"}
-PLATFORM = "local-disk"
+ON_DISK = "local-disk"
+IN_MEMORY = Platform("resident", "measured", "resident", padded=True)
 SWEEP_HEAD = "eagle3"  # whose gamma is swept, and whose selections are compared
 
 
@@ -70,20 +73,30 @@ def run_ecospec(recipe: Recipe, tables: Collection[int], folder: Path) -> None:
     section = recipe.ecospec
     with RunDir(folder, recipe):
         _describe(recipe, target, folder)
-        bench = _Bench(recipe, target, heads, folder, threads)
-        plain = {0.0: T0, 1.0: T1}
-        for temperature in section.temperatures:
-            if temperature == 0.0 or set(tables) & {1}:
-                bench.run(plain.get(temperature, f"t{temperature:g}"), main_methods(recipe, heads), temperature)
-        if set(tables) & {11, 12} and SWEEP_HEAD in heads:
-            for gamma in section.gamma_sweep:
-                if gamma != section.gamma:
-                    methods = [Method(name=AR), *_pair(recipe, SWEEP_HEAD, gamma)]
-                    bench.run(f"{GAMMA}{gamma}", methods, 0.0)
+        for platform in section.platforms:
+            bench = _Bench(recipe, target, heads, folder, threads, platform)
+            if platform == ON_DISK:
+                bench.run(T0, main_methods(recipe, heads), 0.0)
+            else:
+                _run_all(bench, recipe, heads, set(tables))
 
-        if set(tables) & {6, 7, 8} and SWEEP_HEAD in heads:
-            for size in section.batch_sweep:
-                bench.run(f"{BATCH}{size}", [Method(name=AR), *_pair(recipe, SWEEP_HEAD, section.gamma)], 0.0, size)
+
+def _run_all(bench: _Bench, recipe: Recipe, heads: Collection[str], tables: set[int]) -> None:
+    """Both temperatures, and the sweeps."""
+    section = recipe.ecospec
+    for temperature in section.temperatures:
+        if temperature == 0.0:
+            bench.run(T0, main_methods(recipe, heads) + sweep_methods(recipe, heads), 0.0)
+        elif tables & {1}:
+            bench.run(T1 if temperature == 1.0 else f"t{temperature:g}", main_methods(recipe, heads), temperature)
+    if tables & {11, 12} and SWEEP_HEAD in heads:
+        for gamma in section.gamma_sweep:
+            if gamma != section.gamma:
+                methods = [Method(name=AR), *_pair(recipe, SWEEP_HEAD, gamma)]
+                bench.run(f"{GAMMA}{gamma}", methods, 0.0)
+    if tables & {6, 7, 8} and SWEEP_HEAD in heads:
+        for size in section.batch_sweep:
+            bench.run(f"{BATCH}{size}", [Method(name=AR), *_pair(recipe, SWEEP_HEAD, section.gamma)], 0.0, size)
 
 
 def trained_heads(recipe: Recipe) -> list[str]:
@@ -101,7 +114,7 @@ def trained_heads(recipe: Recipe) -> list[str]:
 
 
 def main_methods(recipe: Recipe, heads: Collection[str]) -> list[Method]:
-    """AR, each drafter by confidence and by marginal cost, and the other selections of one head."""
+    """AR, each drafter by confidence and by marginal cost, and one head by global cost and by the target's routing."""
     section = recipe.ecospec
     methods = [Method(name=AR)]
     for kind in heads:
@@ -116,11 +129,24 @@ def main_methods(recipe: Recipe, heads: Collection[str]) -> list[Method]:
             _tree(recipe, HEAD, name, GLOBAL, "global-cost", "learned", section.gamma),
             _tree(recipe, HEAD, name, ORACLE, "oracle", "oracle", section.gamma),
         ]
-        methods += [
-            _tree(recipe, HEAD, name, f"{ECOSPEC} {level}", "marginal-cost", f"learned {level}", section.gamma)
-            for level in kept_levels(recipe)
-        ]
     return methods
+
+
+def sweep_methods(recipe: Recipe, heads: Collection[str]) -> list[Method]:
+    """One head by marginal cost, by earlier checkpoints of the predictor and with other epsilons."""
+    section = recipe.ecospec
+    if SWEEP_HEAD not in heads:
+        return []
+    name = HEADS[SWEEP_HEAD]
+    levels = [
+        _tree(recipe, HEAD, name, f"{ECOSPEC} {level}", "marginal-cost", f"learned {level}", section.gamma)
+        for level in kept_levels(recipe)
+    ]
+    others = [
+        _tree(recipe, HEAD, name, f"{EPSILON} {value:g}", "marginal-cost", "learned", section.gamma, value)
+        for value in section.epsilon_sweep
+    ]
+    return levels + others
 
 
 def _pair(recipe: Recipe, kind: str, gamma: int) -> list[Method]:
@@ -130,17 +156,30 @@ def _pair(recipe: Recipe, kind: str, gamma: int) -> list[Method]:
     ]
 
 
-def _tree(recipe: Recipe, drafter: str, name: str, strategy: str, selector: str, predictor: str, gamma: int) -> Method:
+def _tree(
+    recipe: Recipe,
+    drafter: str,
+    name: str,
+    strategy: str,
+    selector: str,
+    predictor: str,
+    gamma: int,
+    epsilon: float | None = None,
+) -> Method:
     section = recipe.ecospec
-    plan = TreePlan(TreeShape(section.steps, section.width, section.width), selector, gamma, section.epsilon, predictor)
+    shape = TreeShape(section.steps, section.width, section.width)
+    plan = TreePlan(shape, selector, gamma, section.epsilon if epsilon is None else epsilon, predictor)
     return Method(drafter, tree=plan, name=method_name(name, strategy))
 
 
 class _Bench:
     """Engines for all drafters over whatever store a run opens."""
 
-    def __init__(self, recipe: Recipe, target: Target, heads: Collection[str], folder: Path, threads: int) -> None:
-        self.recipe, self.target, self.folder, self.threads = recipe, target, folder, threads
+    def __init__(
+        self, recipe: Recipe, target: Target, heads: Collection[str], folder: Path, threads: int, platform: str
+    ) -> None:
+        self.recipe, self.target, self.threads, self.platform = recipe, target, threads, platform
+        self.folder = folder / platform
         self.experts = open_draft_experts(recipe, target)
         self.heads = {HEADS[kind]: open_draft_head(with_head(recipe, kind), target) for kind in heads}
         self.learned = {"learned": learned_predictor(recipe, target)}
@@ -150,7 +189,9 @@ class _Bench:
     def run(self, place: str, methods: list[Method], temperature: float, batch: int = 1) -> None:
         """Decodes all prompts by all methods into the folder's part `place`; of a batch run, one full batch."""
         recipe, section = self.recipe, self.recipe.ecospec
-        workloads, prompts, limit = recipe.bench.workloads, section.prompts, None
+        workloads, limit = recipe.bench.workloads, None
+        on_disk = self.platform == ON_DISK
+        prompts = section.disk_prompts if on_disk else section.prompts
         if place.startswith(BATCH):
             limit = max(section.batch_sweep)
             prompts = -(-limit // len(workloads))
@@ -162,19 +203,19 @@ class _Bench:
                 oracle = PromptEngine(self.target, resident)
                 predictors["oracle"] = lambda: OraclePredictor({}, oracle)
             measure_on(
-                find_platform(PLATFORM),
+                find_platform(ON_DISK) if on_disk else IN_MEMORY,
                 self.target,
                 self.experts,
                 self.folder / place,
                 jobs=jobs,
                 methods=methods,
                 sampling=Sampling(temperature=temperature, seed=recipe.seed),
-                max_new_tokens=section.max_new_tokens,
+                max_new_tokens=section.disk_new_tokens if on_disk else section.max_new_tokens,
                 warmup=make_jobs(tuning_prompts(recipe.bench.warmup_prompts), self.target.tokenizer),
                 base=recipe.store,
                 draft_weights=draft_folder(recipe),
                 threads=self.threads,
-                title=f"EcoSpec {place}",
+                title=f"EcoSpec {self.platform} {place}",
                 batch=batch,
                 engines=lambda store: self._engines(store, predictors),
             )

@@ -14,9 +14,11 @@ from moexp.records import StepRecord
 from moexp.report import Arm, Measured, load_measured, read_json
 
 AR, DRAFT_EXPERT, GTO = "ar", "draft-expert", "GTO"
-ECOSPEC, GLOBAL, ORACLE = "EcoSpec", "global cost", "oracle"
+ECOSPEC, GLOBAL, ORACLE, EPSILON = "EcoSpec", "global", "oracle", "epsilon"
 T0, T1, GAMMA, BATCH = "t0", "t1", "gamma-", "batch-"
 TARGET = "ecospec_target.json"
+PLATFORMS = ("resident", "local-disk")
+"""Where the experts are while EcoSpec is measured: in memory, whose traffic then is the cost, or cold on a disk."""
 
 
 def method_name(drafter: str, strategy: str) -> str:
@@ -32,9 +34,10 @@ def parts_of(label: str) -> tuple[str, str]:
 
 @dataclass
 class EcoRun(Bootstrapped):
-    """A run folder, read.
+    """What a run folder holds of one platform.
 
     Attributes:
+        platform: of `PLATFORMS`.
         target: geometry and sizes.
         by_temperature: the main runs.
         by_gamma: the sweep, the main run's own gamma included.
@@ -42,6 +45,7 @@ class EcoRun(Bootstrapped):
         samples: of the bootstrap.
     """
 
+    platform: str
     target: dict[str, Any]
     by_temperature: dict[float, Measured] = field(default_factory=dict)
     by_gamma: dict[int, Measured] = field(default_factory=dict)
@@ -49,9 +53,16 @@ class EcoRun(Bootstrapped):
     samples: int = 2000
 
 
-def load_eco_run(folder: Path, samples: int = 2000) -> EcoRun:
-    """Reads a run folder; what is not measured yet is left out."""
-    run = EcoRun(read_json(folder / TARGET) or {}, samples=samples)
+def load_eco_runs(folder: Path, samples: int = 2000) -> list[EcoRun]:
+    """A run folder by platform; a single empty one where nothing is measured yet."""
+    found = [platform for platform in PLATFORMS if (folder / platform).is_dir()]
+    return [load_eco_run(folder, samples, platform) for platform in found or PLATFORMS[:1]]
+
+
+def load_eco_run(folder: Path, samples: int = 2000, platform: str = PLATFORMS[0]) -> EcoRun:
+    """One platform of a run folder; what is not measured yet is left out."""
+    run = EcoRun(platform, read_json(folder / TARGET) or {}, samples=samples)
+    folder = folder / platform
     for temperature, place in ((0.0, T0), (1.0, T1)):
         found = load_measured(folder / place)
         if found is not None:

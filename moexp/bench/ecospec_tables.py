@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from moexp import metrics
 from moexp.bench.ecospec_data import (
     AR,
     ECOSPEC,
+    EPSILON,
     GLOBAL,
     GTO,
     ORACLE,
@@ -17,7 +18,7 @@ from moexp.bench.ecospec_data import (
     batch_cycles,
     batch_rate,
     bytes_moved,
-    load_eco_run,
+    load_eco_runs,
     nodes_verified,
     parts_of,
     predict_time,
@@ -28,6 +29,7 @@ from moexp.report import PAPER, Measured, Row, Table, View, put, text, text_of
 from moexp.sim.traffic import TrafficModel
 
 AVERAGE = "average"
+NOT_MEASURED = "Not measured yet"
 MEASURED_COLUMNS = ("speedup", "alpha", "experts_per_layer")
 
 NOTES = (
@@ -78,7 +80,7 @@ def table_1(run: EcoRun, paper: Paper) -> Table:
             table.rows += rows
             shown.append(cells(rows[-1], ["method", "speedup", "alpha", "experts_per_layer", "uniform"]))
         header = ["method", "speedup", "alpha", "E", "uniform"]
-        table.views.append(View(f"{found.name} ({found.tag}), T = {temperature:g}, all workloads", header, shown))
+        table.views.append(View(f"{run.platform} ({found.tag}), T = {temperature:g}, all workloads", header, shown))
     add_paper(table, paper, lambda row: row["workload"] == "Average")
     return table
 
@@ -110,7 +112,7 @@ def table_2(run: EcoRun, paper: Paper) -> Table:
             }  # fmt: skip
             table.rows.append(row)
             shown.append(cells(row, ["method", "experts_per_layer", "model_gb", "moved_gb"]))
-        table.views.append(View(f"{found.name} ({found.tag})", ["method", "E", "model GB", "moved GB"], shown))
+        table.views.append(View(f"{run.platform} ({found.tag})", ["method", "E", "model GB", "moved GB"], shown))
     add_paper(table, paper)
     return table
 
@@ -138,14 +140,17 @@ def table_3(run: EcoRun, paper: Paper) -> Table:
             table.rows.append(row)
             shown.append(cells(row, ["method", *seconds, "alpha", "speedup"], digits=3))
         header = ["method", "predict s", "draft s", "verify s", "step s", "alpha", "speedup"]
-        table.views.append(View(f"{found.name} ({found.tag}), T = 0", header, shown))
+        table.views.append(View(f"{run.platform} ({found.tag}), T = 0", header, shown))
     add_paper(table, paper)
     return table
 
 
 def table_4(run: EcoRun, paper: Paper) -> Table:
     """Static global cost against marginal cost, of the same trees."""
-    return _selections(run, paper, 4, {"confidence", GLOBAL, ECOSPEC}, "strategy")
+    table = _selections(run, paper, 4, ("confidence", GLOBAL, ECOSPEC, EPSILON), "strategy")
+    epsilon = run.target.get("epsilon")
+    table.notes.append(f"`EcoSpec` takes epsilon {epsilon} in P / (cost + epsilon), `epsilon x` the value x.")
+    return table
 
 
 def table_5(run: EcoRun, paper: Paper) -> Table:
@@ -162,7 +167,7 @@ def table_5(run: EcoRun, paper: Paper) -> Table:
                 table.rows += rows
                 shown += [cells(row, ["method", "workload", "speedup", "alpha", "experts_per_layer"]) for row in rows]
         header = ["method", "workload", "speedup", "alpha", "E"]
-        table.views.append(View(f"{found.name} ({found.tag}), T = 0", header, shown))
+        table.views.append(View(f"{run.platform} ({found.tag}), T = 0", header, shown))
     add_paper(table, paper)
     return table
 
@@ -211,7 +216,7 @@ def _batches(run: EcoRun, paper: Paper, number: int, names: list[str], heads: li
             table.rows.append(row)
             shown.append(cells(row, ["batch_size", "method", "tokens_per_s", *names]))
     if shown:
-        table.views.append(View("local-disk (measured), T = 0", ["batch", "method", "tokens/s", *heads], shown))
+        table.views.append(View(f"{run.platform} (measured), T = 0", ["batch", "method", "tokens/s", *heads], shown))
     add_paper(table, paper, lambda row: row.get("workload", "Average") == "Average")
     return table
 
@@ -240,17 +245,17 @@ def table_9(run: EcoRun, paper: Paper) -> Table:
             table.rows.append(row)
             shown.append(cells(row, ["predictor", "overlap", "speedup", "alpha", "experts_per_layer"]))
         header = ["predictor", "overlap", "speedup", "alpha", "E"]
-        table.views.append(View(f"{found.name} ({found.tag}), T = 0", header, shown))
+        table.views.append(View(f"{run.platform} ({found.tag}), T = 0", header, shown))
     add_paper(table, paper)
     return table
 
 
 def table_10(run: EcoRun, paper: Paper) -> Table:
     """The target's own expert sets against the learned predictor's, under the same rule."""
-    return _selections(run, paper, 10, {ORACLE, ECOSPEC}, "predictor")
+    return _selections(run, paper, 10, (ORACLE, ECOSPEC), "predictor")
 
 
-def _selections(run: EcoRun, paper: Paper, number: int, strategies: set[str], key: str) -> Table:
+def _selections(run: EcoRun, paper: Paper, number: int, strategies: tuple[str, ...], key: str) -> Table:
     columns = ["target", "method", key, "tag", "uniform", "verify_s", *with_ends(*MEASURED_COLUMNS)]
     table = Table(number, paper.table(number).title, columns, notes=[NOTES[0]])
     found = run.by_temperature.get(0.0)
@@ -260,7 +265,7 @@ def _selections(run: EcoRun, paper: Paper, number: int, strategies: set[str], ke
         compared = {parts_of(method)[0] for method in found.arms if parts_of(method)[1] in (GLOBAL, ORACLE)}
         for method, arms in found.arms.items():
             drafter, strategy = parts_of(method)
-            if drafter not in compared or strategy not in strategies:
+            if drafter not in compared or not (strategy in strategies or strategy.split()[0] in strategies):
                 continue
             row = measured_row(run, found, method, AVERAGE, 0.0)
             row = {name: value for name, value in row.items() if name in columns}
@@ -272,7 +277,7 @@ def _selections(run: EcoRun, paper: Paper, number: int, strategies: set[str], ke
             table.rows.append(row)
             shown.append(cells(row, ["method", "speedup", "alpha", "experts_per_layer", "verify_s"], digits=3))
         header = ["method", "speedup", "alpha", "E", "verify s"]
-        table.views.append(View(f"{found.name} ({found.tag}), T = 0", header, shown))
+        table.views.append(View(f"{run.platform} ({found.tag}), T = 0", header, shown))
     add_paper(table, paper)
     return table
 
@@ -304,7 +309,9 @@ def _budgets(run: EcoRun, paper: Paper, number: int, workloads: list[str]) -> Ta
                 table.rows.append(row)
                 shown.append(cells(row, ["budget", "workload", "method", "speedup", "alpha", "experts_per_layer"]))
     if shown:
-        table.views.append(View("T = 0 (measured)", ["gamma", "workload", "method", "speedup", "alpha", "E"], shown))
+        table.views.append(
+            View(f"{run.platform} (measured), T = 0", ["gamma", "workload", "method", "speedup", "alpha", "E"], shown)
+        )
     add_paper(table, paper, lambda row: row["workload"] == "Average")
     return table
 
@@ -344,7 +351,7 @@ def add_paper(table: Table, paper: Paper, shown: Callable[[dict[str, Any]], bool
     names = list(dict.fromkeys(name for row in rows for name in row))
     table.views.append(View("Paper", names, [[text(row.get(name)) for name in names] for row in rows if shown(row)]))
     if not table.sources:
-        table.notes.append(f"Not measured yet: run `moexp bench --paper ecospec --table {table.number}`.")
+        table.notes.append(f"{NOT_MEASURED}: run `moexp bench --paper ecospec --table {table.number}`.")
 
 
 TABLES: dict[int, Callable[[EcoRun, Paper], Table]] = {
@@ -354,6 +361,27 @@ TABLES: dict[int, Callable[[EcoRun, Paper], Table]] = {
 
 
 def build_tables(folder: Path, samples: int = 2000) -> list[Table]:
-    """The tables of what a run folder holds, the paper's rows always among them."""
-    run, paper = load_eco_run(folder, samples), load_paper("ecospec")
-    return [make(run, paper) for make in TABLES.values()]
+    """The tables of what a run folder holds on all platforms, the paper's rows always among them."""
+    runs, paper = load_eco_runs(folder, samples), load_paper("ecospec")
+    return [merged([(run.platform, make(run, paper)) for run in runs]) for make in TABLES.values()]
+
+
+def merged(by_platform: Sequence[tuple[str, Table]]) -> Table:
+    """One table of several platforms' tables: their own rows and views in turn, then the paper's, once."""
+    whole = by_platform[0][1]
+    sources = [source for _, table in by_platform for source in table.sources]
+    if not sources:
+        return whole
+    rows: list[Row] = []
+    for platform, table in by_platform:
+        rows += [{**row, "platform": platform} for row in table.rows if row["tag"] != PAPER]
+    views = [view for _, table in by_platform for view in table.views[:-1]]
+    return Table(
+        whole.number,
+        whole.title,
+        [*whole.columns[:1], "platform", *whole.columns[1:]],
+        rows + [row for row in whole.rows if row["tag"] == PAPER],
+        [*views, whole.views[-1]],
+        [note for note in whole.notes if not note.startswith(NOT_MEASURED)],
+        sources,
+    )

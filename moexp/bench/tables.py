@@ -9,7 +9,7 @@ from moexp.bench import draftexpert_tables, ecospec_tables
 from moexp.errors import MoexpError
 from moexp.papers import load_paper
 from moexp.recipe import Recipe
-from moexp.report import run_folder, write_tables
+from moexp.report import run_folder, write_results
 
 NUMBERS: dict[str, tuple[int, ...]] = {
     "draftexpert": tuple(draftexpert_tables.TABLES),
@@ -26,17 +26,17 @@ def run_bench(
     out: Path | None = None,
     results: Path = Path("results"),
 ) -> list[Path]:
-    """Measures what `tables` need and is not measured yet, then writes the tables.
+    """Measures what `tables` need and is not measured yet, then writes the tables and what figures there are data for.
 
     Args:
         recipe: names target, draft experts, decoding and platforms.
         tables: numbers; None: all that there are.
         paper: whose tables.
         out: folder of the raw records, in place of one under $MOEXP_HOME.
-        results: tables go to `results/<recipe>/<paper>`.
+        results: tables and figures go to `results/<recipe>/<paper>`.
 
     Returns:
-        the files of the tables asked for.
+        the files of the tables asked for, and of the figures.
 
     Raises:
         MoexpError: an unknown paper, table or platform, or an earlier stage is missing.
@@ -53,7 +53,7 @@ def run_bench(
         from moexp.bench.draftexpert import run_draftexpert
 
         run_draftexpert(recipe, numbers, folder)
-    return write_tables(recipe, paper, folder, results, numbers)
+    return write_results(recipe, paper, folder, results, numbers)
 
 
 def parse_tables(text: str, paper: str = "draftexpert") -> tuple[int, ...]:

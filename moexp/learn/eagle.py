@@ -23,6 +23,7 @@ from ..target.mtp_head import MtpHead
 from .chains import Chains, Seen, TargetPass, tokens_at_step
 from .head_loss import Teacher, head_loss, read_teacher
 from .loop import Metrics, Schedule, batch_rows, train
+from .optimizers import OptimizerName
 
 OnStep = Callable[[int, Metrics], None]
 
@@ -39,6 +40,7 @@ class HeadSettings:
         clip: largest norm of the gradient.
         seed: of the batches.
         autocast: run the head in bf16 (its weights and losses stay in fp32).
+        optimizer: "muon" learns the layer's matrices by Muon and the rest by AdamW.
     """
 
     schedule: Schedule
@@ -48,6 +50,7 @@ class HeadSettings:
     clip: float = 0.5
     seed: int = 0
     autocast: bool = True
+    optimizer: OptimizerName = "adamw"
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -99,7 +102,8 @@ def train_head(
         parameter.requires_grad_(True)
     return train(
         named, settings.schedule, step_fn,
-        clip=settings.clip, checkpoint=checkpoint, identity=identity, on_step=on_step,
+        clip=settings.clip, optimizer=settings.optimizer,
+        checkpoint=checkpoint, identity=identity, on_step=on_step,
     )  # fmt: skip
 
 

@@ -66,19 +66,31 @@ def measure_agreement(path: DraftPath, rows_NL: Tensor, batch: int = 8) -> Agree
 
 
 @torch.no_grad()
-def measure_acceptance(path: DraftPath, rows_NL: Tensor, starts: list[int], draft_length: int = 4) -> Acceptance:
+def held_contexts(path: DraftPath, rows_NL: Tensor, starts: list[int]) -> DynamicCache:
+    """The target's keys and values of the rows, as far as `measure_acceptance` needs them; all drafters share them."""
+    cache = DynamicCache(config=path.model.config)
+    path.model.model(input_ids=rows_NL[:, : max(starts) - 1].long(), cache=cache)
+    return cache
+
+
+@torch.no_grad()
+def measure_acceptance(
+    path: DraftPath, rows_NL: Tensor, starts: list[int], draft_length: int = 4, contexts: DynamicCache | None = None
+) -> Acceptance:
     """Greedy acceptance from held-out contexts.
 
     At every position in `starts` (2 and up), the target's KV holds the context before it, the draft path proposes K
     tokens (its own KV inside the block), and the target verifies them; a draft counts as accepted while it equals the
     target's argmax.
+
+    Args:
+        contexts: of these rows and starts, if they are at hand.
     """
     model = path.model
     accepted_NK: list[Tensor] = []
     unions_draft: list[Tensor] = []
     unions_verify: list[Tensor] = []
-    whole = DynamicCache(config=model.config)
-    model.model(input_ids=rows_NL[:, : max(starts) - 1].long(), cache=whole)
+    whole = contexts or held_contexts(path, rows_NL, starts)
     for start in starts:
         last_N1 = rows_NL[:, start - 1 : start].long()
         fed, drafts = last_N1, []

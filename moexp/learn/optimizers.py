@@ -17,13 +17,17 @@ STATE = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")
 """What an optimiser keeps of a parameter."""
 
 
+VOCABULARY = ("embed_tokens", "lm_head")
+
+
 class Optimizers:
     """Updates named parameters, and gives or takes back what it keeps of each by name.
 
     Args:
         named: the parameters.
         scales: multiplies the learning rate, by name.
-        kind: "muon" updates the matrices among them by Muon.
+        kind: "muon" updates the matrices among them by Muon, but for embeddings and projections to a vocabulary (a name
+            with one of `VOCABULARY`): their rows are tokens, which it would make learn alike however rare they are.
         betas: AdamW's.
     """
 
@@ -35,7 +39,11 @@ class Optimizers:
         betas: tuple[float, float],
     ) -> None:
         self.named = named
-        matrices = {name for name, parameter in named.items() if kind == "muon" and parameter.ndim == 2}
+        matrices = {
+            name
+            for name, parameter in named.items()
+            if kind == "muon" and parameter.ndim == 2 and not any(part in name for part in VOCABULARY)
+        }
         parts: list[tuple[Any, list[str]]] = []
         if matrices:
             settings: dict[str, Any] = {"weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}

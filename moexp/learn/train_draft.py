@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..progress import Advance, note_of, stage
 from ..recipe import Recipe
@@ -22,7 +22,7 @@ from .corpus_files import corpus_rows, load_rows, shipped_corpora
 from .distill import DistillSettings, Weights, distill, start_from_neurons, warm_up
 from .draft_path import DraftPath
 from .loop import Metrics, Schedule
-from .measure import Acceptance, Agreement, measure_acceptance, measure_agreement
+from .measure import Acceptance, Agreement, held_contexts, measure_acceptance, measure_agreement
 
 CONTEXT_STARTS = tuple(range(64, 256, 24))  # positions of a held-out row at which blocks start
 AGREEMENT_ROWS = 12  # every position of a row counts, so few rows will do
@@ -38,6 +38,8 @@ class Bench:
     identity: str
     train_NL: Tensor
     held_NL: Tensor
+    contexts: DynamicCache | None = None
+    """The target's keys and values of the held-out rows, once a draft path was measured on them."""
 
 
 def open_bench(recipe: Recipe, target: Path, work: Path) -> Bench:
@@ -140,9 +142,10 @@ def measure(bench: Bench, experts: DraftExperts | None, top_r: int = 1, draft_le
     held = experts.to(bench.model.dtype) if experts is not None else None
     path = DraftPath(bench.model, held, top_r=top_r, same_kernels=True)
     agreement: Agreement = measure_agreement(path, bench.held_NL[:AGREEMENT_ROWS])
-    acceptance: Acceptance = measure_acceptance(
-        path, bench.held_NL, context_starts(bench.held_NL.shape[1]), draft_length
-    )
+    starts = context_starts(bench.held_NL.shape[1])
+    if bench.contexts is None:
+        bench.contexts = held_contexts(path, bench.held_NL, starts)
+    acceptance: Acceptance = measure_acceptance(path, bench.held_NL, starts, draft_length, bench.contexts)
     return {**asdict(agreement), **asdict(acceptance)}
 
 

@@ -27,9 +27,13 @@ from ..target.mtp_head import start_from_target as start_mtp
 from ..target.spec import MoESpec
 from .eagle import HeadSettings, measure_eagle, train_eagle
 from .gto import TreeSettings, train_gto
+from .head_start import start_by_least_squares
 from .loop import Metrics, Schedule
 from .mtp import measure_mtp, train_mtp
 from .train_draft import Bench, open_bench
+
+HELD_ROWS = 24  # every position of a row counts, so few rows will do
+START_ROWS = 64  # corpus rows that a head's first guess is fitted to
 
 OnStep = Callable[[int, Metrics], None]
 
@@ -37,7 +41,9 @@ OnStep = Callable[[int, Metrics], None]
 def head_settings(section: HeadSection, seed: int) -> HeadSettings:
     """How the section's head is trained."""
     schedule = Schedule(section.steps, section.lr, warmup=10, max_minutes=section.max_minutes)
-    return HeadSettings(schedule, steps=section.unroll, decay=section.decay, rows=section.rows, seed=seed)
+    return HeadSettings(
+        schedule, steps=section.unroll, decay=section.decay, rows=section.rows, seed=seed, optimizer=section.optimizer
+    )
 
 
 def train_head_of(
@@ -90,7 +96,7 @@ def _new_head(
     if section.kind == "mtp":
         mtp = new_mtp_head(model, seed=seed).float()
         start_mtp(mtp, model.model.norm)
-        return mtp, {}
+        return mtp, {"start_loss": start_by_least_squares(mtp, model, bench.train_NL[:START_ROWS])}
     if section.kind == "gto":
         if start is None:
             raise MoexpError("GTO goes on from an EAGLE-3 head", where="head.kind", valid="train one first")
@@ -106,7 +112,12 @@ def _new_head(
     eagle = new_eagle_head(config, draft, model.get_input_embeddings(), seed=seed).float()
     with torch.no_grad():
         start_eagle(eagle, model.model.norm, model.lm_head)
-    return eagle, {"draft_vocab": section.draft_vocab or vocab, "coverage": coverage(draft, counts_V)}
+    loss = start_by_least_squares(eagle, model, bench.train_NL[:START_ROWS])
+    return eagle, {
+        "start_loss": loss,
+        "draft_vocab": section.draft_vocab or vocab,
+        "coverage": coverage(draft, counts_V),
+    }
 
 
 def _train(
@@ -130,5 +141,5 @@ def _train(
 
 def _measured(head: EagleHead | MtpHead, bench: Bench, steps: int) -> Metrics:
     if isinstance(head, MtpHead):
-        return measure_mtp(head, bench.model, bench.held_NL, steps=steps)
-    return measure_eagle(head, bench.model, bench.held_NL, steps=steps)
+        return measure_mtp(head, bench.model, bench.held_NL[:HELD_ROWS], steps=steps)
+    return measure_eagle(head, bench.model, bench.held_NL[:HELD_ROWS], steps=steps)

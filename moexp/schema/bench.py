@@ -42,18 +42,27 @@ class EcoSpecSection(Section):
     gamma: Positive = 4
     """Nodes verified, the pending token included."""
     gamma_sweep: tuple[Positive, ...] = (3, 4, 5, 6)
-    """Of the sweep (Table 11)."""
+    """Of the sweep (Tables 11 and 12)."""
     batch_sweep: tuple[Positive, ...] = (1, 2, 4, 8)
-    """Requests decoded together (Tables 6 and 8)."""
+    """Requests decoded together (Tables 6 to 8)."""
     epsilon: PositiveFloat = 1.0
+    """Added to a node's marginal cost, in experts over all layers (equation 9); the paper gives no value."""
+    epsilon_sweep: tuple[PositiveFloat, ...] = (0.1, 10.0, 100.0)
+    """Further values, of one head (Table 4)."""
+    platforms: tuple[Literal["resident", "local-disk"], ...] = ("resident", "local-disk")
+    """Where the experts are: in memory (everything is measured there), cold on the disk (the main run at T = 0)."""
+    prompts: Positive = 2
+    """A workload, with experts in memory."""
+    disk_prompts: Positive = 1
+    """A workload, with experts on the disk."""
+    max_new_tokens: Positive = 24
+    disk_new_tokens: Positive = 16
+    """In place of `max_new_tokens` with experts on the disk."""
     temperatures: tuple[NonNegativeFloat, ...] = (0.0, 1.0)
     heads: tuple[Literal["eagle3", "mtp", "gto"], ...] = ("eagle3", "mtp", "gto")
     """Draft heads that `moexp reproduce` trains."""
     tables: tuple[Positive, ...] = ()
     """Those that `moexp reproduce` measures; none: it leaves heads and predictor out as well."""
-    prompts: Positive = 1
-    """A workload."""
-    max_new_tokens: Positive = 24
 
 
 class EvalSection(Section):

@@ -73,6 +73,8 @@ class HeadSection(Section):
     rows: Positive = 4
     """Corpus rows a step."""
     lr: PositiveFloat = 5e-4
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """AdamW; or Muon for the layer's matrices and AdamW for the rest."""
     tree_width: Positive = 2
     """Of GTO's draft trees; their depth is `unroll`."""
     tree_weight: NonNegativeFloat = 0.5
