@@ -380,6 +380,8 @@ def test_tune_writes_the_sweep_and_marks_one_choice(recipe: Recipe, tmp_path: Pa
     with open(found.table) as file:
         rows = list(csv.DictReader(file))
     assert found.table == tmp_path / "tiny" / "tune.csv"
+    shown = found.table.with_suffix(".md").read_text()
+    assert "chosen" in shown and "Provenance: command" in shown and "measured" in shown
     simulated = [row for row in rows if row["tag"] == "simulated"]
     assert len(simulated) == len(tune.grid(recipe)) and all(row["speedup"] == "" for row in simulated)
     (chosen,) = [row for row in rows if row["chosen"] == "yes"]

@@ -247,6 +247,19 @@ def test_where_costs_are_equal_or_negligible_confidence_decides(nodes, seed, gam
     assert select(GlobalCost(1e12), tree, gamma, experts_NLW).nodes == confident
 
 
+@given(trees(), SEEDS, st.integers(1, 8))
+def test_the_cheapest_choice_takes_no_heed_of_probability(tree, seed, gamma):
+    experts_NLW = random_sets(len(tree), np.random.default_rng(seed))
+    own = sets_of(experts_NLW)
+    picked = select(make_selector("cheapest", SelectorOptions()), tree, gamma, experts_NLW)
+    covered: set = set()
+    for number, (node, cost) in enumerate(zip(picked.nodes, picked.costs or (), strict=True)):
+        open_ = [n for n in range(1, len(tree)) if tree.parents_N[n] in picked.nodes[:number]]
+        left = [n for n in open_ if n not in picked.nodes[:number]] if number else [0]
+        assert cost == len(own[node] - covered) == min(len(own[n] - covered) for n in left)
+        covered |= own[node]
+
+
 def test_experts_that_are_covered_from_the_start_cost_nothing():
     """A batch's second row, or experts held in a cache: they turn the choice."""
     tree = build([-1, 0, 0], [0.0, math.log(0.6), math.log(0.4)])
@@ -297,6 +310,7 @@ def test_each_strategy_says_which_expert_sets_it_needs():
         "global-cost": "predicted",
         "marginal-cost": "predicted",
         "oracle": "recorded",
+        "cheapest": "recorded",
     }
 
 

@@ -28,6 +28,7 @@ from moexp.artifacts import (
 from moexp.bench.ecospec_data import (
     AR,
     BATCH,
+    CHEAPEST,
     DRAFT_EXPERT,
     ECOSPEC,
     EPSILON,
@@ -114,7 +115,7 @@ def trained_heads(recipe: Recipe) -> list[str]:
 
 
 def main_methods(recipe: Recipe, heads: Collection[str]) -> list[Method]:
-    """AR, each drafter by confidence and by marginal cost, and one head by global cost and by the target's routing."""
+    """AR, and each drafter by confidence and by marginal cost."""
     section = recipe.ecospec
     methods = [Method(name=AR)]
     for kind in heads:
@@ -123,21 +124,22 @@ def main_methods(recipe: Recipe, heads: Collection[str]) -> list[Method]:
         _tree(recipe, "draft-expert", DRAFT_EXPERT, "", "confidence", "none", section.gamma),
         _tree(recipe, "draft-expert", DRAFT_EXPERT, ECOSPEC, "marginal-cost", "draft-router", section.gamma),
     ]
-    if SWEEP_HEAD in heads:
-        name = HEADS[SWEEP_HEAD]
-        methods += [
-            _tree(recipe, HEAD, name, GLOBAL, "global-cost", "learned", section.gamma),
-            _tree(recipe, HEAD, name, ORACLE, "oracle", "oracle", section.gamma),
-        ]
     return methods
 
 
 def sweep_methods(recipe: Recipe, heads: Collection[str]) -> list[Method]:
-    """One head by marginal cost, by earlier checkpoints of the predictor and with other epsilons."""
+    """Other selections of one head: by global cost, by the target's own routing, by earlier checkpoints of the
+    predictor and with other epsilons.
+    """
     section = recipe.ecospec
     if SWEEP_HEAD not in heads:
         return []
     name = HEADS[SWEEP_HEAD]
+    rules = [
+        _tree(recipe, HEAD, name, GLOBAL, "global-cost", "learned", section.gamma),
+        _tree(recipe, HEAD, name, ORACLE, "oracle", "oracle", section.gamma),
+        _tree(recipe, HEAD, name, CHEAPEST, "cheapest", "oracle", section.gamma),
+    ]
     levels = [
         _tree(recipe, HEAD, name, f"{ECOSPEC} {level}", "marginal-cost", f"learned {level}", section.gamma)
         for level in kept_levels(recipe)
@@ -146,7 +148,7 @@ def sweep_methods(recipe: Recipe, heads: Collection[str]) -> list[Method]:
         _tree(recipe, HEAD, name, f"{EPSILON} {value:g}", "marginal-cost", "learned", section.gamma, value)
         for value in section.epsilon_sweep
     ]
-    return levels + others
+    return rules + levels + others
 
 
 def _pair(recipe: Recipe, kind: str, gamma: int) -> list[Method]:

@@ -14,7 +14,7 @@ from moexp.records import StepRecord
 from moexp.report import Arm, Measured, load_measured, read_json
 
 AR, DRAFT_EXPERT, GTO = "ar", "draft-expert", "GTO"
-ECOSPEC, GLOBAL, ORACLE, EPSILON = "EcoSpec", "global", "oracle", "epsilon"
+ECOSPEC, GLOBAL, ORACLE, CHEAPEST, EPSILON = "EcoSpec", "global", "oracle", "cheapest", "epsilon"
 T0, T1, GAMMA, BATCH = "t0", "t1", "gamma-", "batch-"
 TARGET = "ecospec_target.json"
 PLATFORMS = ("resident", "local-disk")

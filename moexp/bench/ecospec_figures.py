@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moexp.bench.ecospec_data import AR, ECOSPEC, EPSILON, GLOBAL, ORACLE, EcoRun, load_eco_runs, parts_of
+from moexp.bench.ecospec_data import AR, CHEAPEST, ECOSPEC, EPSILON, GLOBAL, ORACLE, EcoRun, load_eco_runs, parts_of
 from moexp.bench.ecospec_tables import table_11
 from moexp.bench.plot import (
     BLACK,
@@ -90,7 +90,7 @@ def _step_rows(run: EcoRun) -> list[Row]:
         }
         for found in _greedy_runs(run)
         for method, arms in found.arms.items()
-        if parts_of(method)[1] != ORACLE
+        if parts_of(method)[1] not in (ORACLE, CHEAPEST)
         for arm in arms.values()
         for step in arm.steps
         if step.unique_verify is not None and (step.batch or 1) == 1

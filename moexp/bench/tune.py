@@ -26,7 +26,22 @@ from moexp.errors import MoexpError
 from moexp.metrics import Ratio
 from moexp.progress import stage
 from moexp.recipe import Recipe
-from moexp.report import MEASURED, SIMULATED, Arm, Row, load_measured, put, to_csv
+from moexp.report import (
+    MEASURED,
+    PROVENANCE,
+    SIMULATED,
+    Arm,
+    Row,
+    View,
+    load_measured,
+    provenance_text,
+    put,
+    read_json,
+    text,
+    text_of,
+    to_csv,
+    view_text,
+)
 from moexp.rundir import RunDir, artifact_path
 from moexp.runtime.method import Method
 from moexp.runtime.verify import Sampling
@@ -57,7 +72,7 @@ class Tuned:
 
 
 def run_tune(recipe: Recipe, *, out: Path | None = None, results: Path = Path("results")) -> Tuned:
-    """Chooses K, tau, B and how much is prefetched; writes `results/<recipe>/tune.csv`.
+    """Chooses K, tau, B and how much is prefetched; writes `results/<recipe>/tune.csv` and `.md`.
 
     Args:
         recipe: its tune section holds the grid.
@@ -88,7 +103,8 @@ def run_tune(recipe: Recipe, *, out: Path | None = None, results: Path = Path("r
         guesses = {setting: kept["tokens_per_s"][setting.name] for setting in grid(recipe)}
         chosen = shortlist(recipe, guesses)
         arms = halving(recipe, platform, slow, experts, jobs, chosen, folder, kept["probe"], threads)
-    return write(recipe, platform, guesses, arms, results)
+        runs = [run for place in sorted(folder.glob("round-*")) for run in _invocations(place)]
+    return write(recipe, platform, guesses, arms, results, runs)
 
 
 def grid(recipe: Recipe) -> list[Setting]:
@@ -202,10 +218,21 @@ def split(jobs: Sequence[Job], parts: int) -> list[Sequence[Job]]:
     return [jobs[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
+def _invocations(place: Path) -> list[dict[str, Any]]:
+    return list((read_json(place / PROVENANCE) or {}).get("invocations", []))
+
+
 def write(
-    recipe: Recipe, platform: Platform, guesses: dict[Setting, float], arms: dict[str, list[Arm]], results: Path
+    recipe: Recipe,
+    platform: Platform,
+    guesses: dict[Setting, float],
+    arms: dict[str, list[Arm]],
+    results: Path,
+    runs: list[dict[str, Any]],
 ) -> Tuned:
-    """The sweep as CSV, measured rows first, best first; the choice is the best of those that saw every prompt."""
+    """The sweep as CSV, measured rows first, best first, and what was measured of it as Markdown; the choice is the
+    best of those that saw every prompt.
+    """
     by_name = {setting.name: setting for setting in (*guesses, *own_setting(recipe))}
     most = len(arms["ar"])
     finalists = [name for name in arms if name != "ar" and len(arms[name]) == most]
@@ -213,11 +240,34 @@ def write(
     rows = [_row(recipe, platform, by_name.get(name), arms[name], arms["ar"], name == best) for name in arms]
     rows.sort(key=lambda row: (row["method"] != "ar", -int(row["prompts"] or 0), -float(row["tokens_per_s"] or 0)))
     speedup = next(row["speedup"] for row in rows if row["chosen"])
+    measured = list(rows)
     for setting in sorted(guesses, key=lambda one: -guesses[one]):
         rows.append(_keys(recipe, platform, setting, SIMULATED) | {"tokens_per_s": guesses[setting]})
     path = results / recipe.name / "tune.csv"
     atomic.write_text(path, to_csv(COLUMNS, rows))
+    atomic.write_text(path.with_suffix(".md"), _markdown(recipe, platform, measured, len(guesses), runs))
     return Tuned(by_name[best], speedup if isinstance(speedup, float) else None, path)
+
+
+def _markdown(recipe: Recipe, platform: Platform, rows: list[Row], settings: int, runs: list[dict[str, Any]]) -> str:
+    names = ["method", "max_draft", "tau", "budget", "prefetch_top", "prompts"]
+    shown = [
+        [
+            *(text(row.get(name)) for name in names),
+            *(text_of(row, name) for name in ("tokens_per_s", "speedup", "alpha")),
+            "chosen" if row["chosen"] else "",
+        ]
+        for row in rows
+    ]
+    header = ["method", "K", "tau", "B", "top", "prompts", "tokens/s", "speedup", "alpha", ""]
+    parts = [
+        f"# Tuning of `{recipe.name}`",
+        view_text(View(f"{platform.name} ({rows[0]['tag']})", header, shown)),
+        f"The best of {settings} settings by a simulation from recorded drafts (`tune.csv` has it in full), measured "
+        "on prompts of their own by successive halving; `chosen` is the fastest of those that saw every prompt.",
+        f"Provenance: {provenance_text(runs)}.",
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def _row(

@@ -21,6 +21,7 @@ from ..progress import note_of, stage
 from ..recipe import Recipe
 from .corpus_files import tokenizer_id
 from .loop import Metrics, Schedule, batch_rows, train
+from .optimizers import OptimizerName
 from .predictor_backbone import open_backbone
 from .predictor_baselines import baseline_hits
 from .predictor_data import RoutingRows, batch_of, read_rows, split_rows
@@ -113,6 +114,7 @@ class Lesson:
     dtype: torch.dtype
     backbone_rate: float
     seed: int
+    optimizer: OptimizerName = "adamw"
 
     def tokens(self, chosen: np.ndarray) -> int:
         """Tokens of these rows."""
@@ -135,7 +137,7 @@ def fit(
     identity: str = "",
     log: list[dict[str, Any]] | None = None,
 ) -> int:
-    """Trains in place with Adam; returns the steps taken. `log` receives a record a probe.
+    """Trains in place; returns the steps taken. `log` receives a record a probe.
 
     A step depends on its number alone (rows and dropout), so that a resumed run ends with the same weights.
     """
@@ -171,6 +173,7 @@ def fit(
             lesson.schedule,
             step_fn,
             lr_scale={"backbone.": lesson.backbone_rate},
+            optimizer=lesson.optimizer,
             betas=(0.9, 0.999),
             checkpoint=checkpoint,
             identity=identity,
@@ -191,6 +194,7 @@ def lesson_of(recipe: Recipe, rows: RoutingRows) -> Lesson:
         batch=section.batch,
         dtype=getattr(torch, section.dtype),
         backbone_rate=section.backbone_rate,
+        optimizer=section.optimizer,
         seed=recipe.seed,
     )
 

@@ -184,10 +184,13 @@ class MarginalCost:
         epsilon: added to the cost, in layer-experts; above 0. The paper gives no value. When it is small, a node that
             adds nothing outranks all that add something, however unlikely it is.
         needs: "recorded" for the oracle.
+        likely: False leaves P out, so that only cost counts: the least that any choice among these nodes could load,
+            a bound for analysis.
     """
 
     epsilon: float
     needs: Literal["predicted", "recorded"] = "predicted"
+    likely: bool = True
 
     def __post_init__(self) -> None:
         _check_epsilon(self.epsilon)
@@ -197,6 +200,7 @@ class MarginalCost:
         own_NX = experts_NLW.reshape(len(tree), -1)
         missing_X = ~(np.zeros_like(own_NX[0]) if covered_LW is None else covered_LW.reshape(-1))
         order_N = _likeliest_first(tree)
+        probs_N = tree.path_probs_N if self.likely else np.ones(len(tree))
         open_N = np.zeros(len(tree), dtype=bool)
         open_N[0] = True
         picked: list[int] = []
@@ -204,7 +208,7 @@ class MarginalCost:
             nodes_F = order_N[open_N[order_N]]
             added_FX = own_NX.take(nodes_F, axis=0) & missing_X
             costs_F = np.bitwise_count(added_FX).sum(axis=1, dtype=np.uint32)
-            best = int(scores(tree.path_probs_N[nodes_F], costs_F, self.epsilon).argmax())
+            best = int(scores(probs_N[nodes_F], costs_F, self.epsilon).argmax())
             node = int(nodes_F[best])
             picked.append(node)
             missing_X ^= added_FX[best]
@@ -269,6 +273,7 @@ SELECTORS: dict[str, Callable[[SelectorOptions], Selector]] = {
     "global-cost": lambda options: GlobalCost(options.epsilon),
     "marginal-cost": lambda options: MarginalCost(options.epsilon),
     "oracle": lambda options: MarginalCost(options.epsilon, needs="recorded"),
+    "cheapest": lambda options: MarginalCost(options.epsilon, needs="recorded", likely=False),
 }
 
 

@@ -105,6 +105,8 @@ class PredictorSection(Section):
     batch: Positive = 16
     """Pieces of text a step."""
     lr: PositiveFloat = 1e-3
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """Adam as in the paper (without weight decay); or Muon for matrices and Adam for the rest."""
     backbone_rate: NonNegativeFloat = 1.0
     """Learning rate of the backbone over that of projection and head."""
     dtype: DType = "bfloat16"
