@@ -255,8 +255,8 @@ def table_10(run: EcoRun, paper: Paper) -> Table:
     """The target's own expert sets against the learned predictor's, under the same rule."""
     table = _selections(run, paper, 10, ("confidence", ORACLE, ECOSPEC, CHEAPEST), "predictor")
     table.notes.append(
-        "`oracle` picks by the target's own routing, `cheapest` by that and cost alone, whatever the probability: the "
-        "least that any choice of as many nodes of the same trees could load."
+        "`oracle` picks by the target's own routing; `cheapest` node by node by that and cost alone, whatever the "
+        "probability: what is left of E then is not selection's to save."
     )
     return table
 

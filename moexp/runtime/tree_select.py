@@ -184,8 +184,7 @@ class MarginalCost:
         epsilon: added to the cost, in layer-experts; above 0. The paper gives no value. When it is small, a node that
             adds nothing outranks all that add something, however unlikely it is.
         needs: "recorded" for the oracle.
-        likely: False leaves P out, so that only cost counts: the least that any choice among these nodes could load,
-            a bound for analysis.
+        likely: False leaves P out, so that only cost counts: for analysis of what cost alone can save, greedily.
     """
 
     epsilon: float
