@@ -271,7 +271,9 @@ def _selections(run: EcoRun, paper: Paper, number: int, strategies: tuple[str, .
         compared = {parts_of(method)[0] for method in found.arms if parts_of(method)[1] in (GLOBAL, ORACLE)}
         for method, arms in found.arms.items():
             drafter, strategy = parts_of(method)
-            if drafter not in compared or not (strategy in strategies or strategy.split()[0] in strategies):
+            if drafter not in compared or not (
+                strategy in strategies or _is_epsilon(strategy) and EPSILON in strategies
+            ):
                 continue
             row = measured_row(run, found, method, AVERAGE, 0.0)
             row = {name: value for name, value in row.items() if name in columns}
@@ -289,6 +291,10 @@ def _selections(run: EcoRun, paper: Paper, number: int, strategies: tuple[str, .
         table.views.append(View(f"{run.platform} ({found.tag}), T = 0", header, shown))
     add_paper(table, paper)
     return table
+
+
+def _is_epsilon(strategy: str) -> bool:
+    return strategy.split()[0] == EPSILON
 
 
 def table_11(run: EcoRun, paper: Paper) -> Table:
@@ -384,7 +390,7 @@ def merged(by_platform: Sequence[tuple[str, Table]]) -> Table:
     rows: list[Row] = []
     for platform, table in by_platform:
         rows += [{**row, "platform": platform} for row in table.rows if row["tag"] != PAPER]
-    views = [view for _, table in by_platform for view in table.views[:-1]]
+    views = [view for _, table in by_platform for view in table.views[:-1] if view.rows]
     return Table(
         whole.number,
         whole.title,
