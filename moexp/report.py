@@ -117,15 +117,19 @@ def load_measured(folder: Path) -> Measured | None:
     if not arms:
         return None
     settings = read_json(folder / SETTINGS) or {}
-    provenance = read_json(folder / PROVENANCE) or {}
     return Measured(
         name=folder.name,
         tag=str(settings.get("tag", MEASURED)),
         settings=settings,
         probe=read_json(folder / PROBE) or {},
         arms=arms,
-        provenance=list(provenance.get("invocations", [])),
+        provenance=invocations(folder),
     )
+
+
+def invocations(folder: Path) -> list[dict[str, Any]]:
+    """Every invocation that had a part in a folder's records; empty where that is not recorded."""
+    return list((read_json(folder / PROVENANCE) or {}).get("invocations", []))
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

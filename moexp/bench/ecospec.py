@@ -71,33 +71,36 @@ def run_ecospec(recipe: Recipe, tables: Collection[int], folder: Path) -> None:
     threads = prepare(recipe.threads)
     target = open_target(recipe, padded=True)
     heads = trained_heads(recipe)
-    section = recipe.ecospec
     with RunDir(folder, recipe):
         _describe(recipe, target, folder)
-        for platform in section.platforms:
-            bench = _Bench(recipe, target, heads, folder, threads, platform)
+        bench = _Bench(recipe, target, heads, folder, threads)
+        for platform in recipe.ecospec.platforms:
             if platform == ON_DISK:
-                bench.run(T0, main_methods(recipe, heads), 0.0)
+                bench.run(find_platform(ON_DISK), T0, main_methods(recipe, heads), 0.0)
             else:
                 _run_all(bench, recipe, heads, set(tables))
 
 
 def _run_all(bench: _Bench, recipe: Recipe, heads: Collection[str], tables: set[int]) -> None:
-    """Both temperatures, and the sweeps."""
+    """Both temperatures and the sweeps, with experts in memory."""
     section = recipe.ecospec
     for temperature in section.temperatures:
         if temperature == 0.0:
-            bench.run(T0, main_methods(recipe, heads) + sweep_methods(recipe, heads), 0.0)
+            bench.run(IN_MEMORY, T0, main_methods(recipe, heads) + sweep_methods(recipe, heads), 0.0)
         elif tables & {1}:
-            bench.run(T1 if temperature == 1.0 else f"t{temperature:g}", main_methods(recipe, heads), temperature)
+            bench.run(
+                IN_MEMORY, T1 if temperature == 1.0 else f"t{temperature:g}", main_methods(recipe, heads), temperature
+            )
     if tables & {11, 12} and SWEEP_HEAD in heads:
         for gamma in section.gamma_sweep:
             if gamma != section.gamma:
                 methods = [Method(name=AR), *_pair(recipe, SWEEP_HEAD, gamma)]
-                bench.run(f"{GAMMA}{gamma}", methods, 0.0)
+                bench.run(IN_MEMORY, f"{GAMMA}{gamma}", methods, 0.0)
     if tables & {6, 7, 8} and SWEEP_HEAD in heads:
         for size in section.batch_sweep:
-            bench.run(f"{BATCH}{size}", [Method(name=AR), *_pair(recipe, SWEEP_HEAD, section.gamma)], 0.0, size)
+            bench.run(
+                IN_MEMORY, f"{BATCH}{size}", [Method(name=AR), *_pair(recipe, SWEEP_HEAD, section.gamma)], 0.0, size
+            )
 
 
 def trained_heads(recipe: Recipe) -> list[str]:
@@ -177,22 +180,19 @@ def _tree(
 class _Bench:
     """Engines for all drafters over whatever store a run opens."""
 
-    def __init__(
-        self, recipe: Recipe, target: Target, heads: Collection[str], folder: Path, threads: int, platform: str
-    ) -> None:
-        self.recipe, self.target, self.threads, self.platform = recipe, target, threads, platform
-        self.folder = folder / platform
+    def __init__(self, recipe: Recipe, target: Target, heads: Collection[str], folder: Path, threads: int) -> None:
+        self.recipe, self.target, self.folder, self.threads = recipe, target, folder, threads
         self.experts = open_draft_experts(recipe, target)
         self.heads = {HEADS[kind]: open_draft_head(with_head(recipe, kind), target) for kind in heads}
         self.learned = {"learned": learned_predictor(recipe, target)}
         for level in kept_levels(recipe):
             self.learned[f"learned {level}"] = learned_predictor(recipe, target, level)
 
-    def run(self, place: str, methods: list[Method], temperature: float, batch: int = 1) -> None:
-        """Decodes all prompts by all methods into the folder's part `place`; of a batch run, one full batch."""
+    def run(self, platform: Platform, place: str, methods: list[Method], temperature: float, batch: int = 1) -> None:
+        """Decodes all prompts by all methods into the platform's part `place`; of a batch run, one full batch."""
         recipe, section = self.recipe, self.recipe.ecospec
         workloads, limit = recipe.bench.workloads, None
-        on_disk = self.platform == ON_DISK
+        on_disk = platform.name == ON_DISK
         prompts = section.disk_prompts if on_disk else section.prompts
         if place.startswith(BATCH):
             limit = max(section.batch_sweep)
@@ -205,10 +205,10 @@ class _Bench:
                 oracle = PromptEngine(self.target, resident)
                 predictors["oracle"] = lambda: OraclePredictor({}, oracle)
             measure_on(
-                find_platform(ON_DISK) if on_disk else IN_MEMORY,
+                platform,
                 self.target,
                 self.experts,
-                self.folder / place,
+                self.folder / platform.name / place,
                 jobs=jobs,
                 methods=methods,
                 sampling=Sampling(temperature=temperature, seed=recipe.seed),
@@ -217,7 +217,7 @@ class _Bench:
                 base=recipe.store,
                 draft_weights=draft_folder(recipe),
                 threads=self.threads,
-                title=f"EcoSpec {self.platform} {place}",
+                title=f"EcoSpec {platform.name} {place}",
                 batch=batch,
                 engines=lambda store: self._engines(store, predictors),
             )

@@ -14,7 +14,7 @@ from moexp.bench.platforms import Platform, probe, sample_bandwidth, store_secti
 from moexp.bench.runner import Job, PromptEngine, begin_run, is_complete, run_methods
 from moexp.progress import stage
 from moexp.provenance import collect_provenance
-from moexp.report import PROBE, PROVENANCE, read_json
+from moexp.report import PROBE, PROVENANCE, invocations, read_json
 from moexp.runtime.forward import Engine
 from moexp.runtime.method import Method
 from moexp.runtime.store import ExpertStore
@@ -114,8 +114,7 @@ def kept_probe(platform: Platform, target: Target, base: StoreSection, job: Job,
 
 def keep_provenance(place: Path, seed: int) -> None:
     """Adds this invocation to those that had a part in the folder's records."""
-    earlier = (read_json(place / PROVENANCE) or {}).get("invocations", [])
-    atomic.write_json(place / PROVENANCE, {"invocations": [*earlier, collect_provenance(seed)]})
+    atomic.write_json(place / PROVENANCE, {"invocations": [*invocations(place), collect_provenance(seed)]})
 
 
 def weights_hash(folder: Path) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from moexp import atomic
 from moexp.errors import MoexpError
-from moexp.report import PROVENANCE, Cell, Row, provenance_text, read_json, to_csv
+from moexp.report import Cell, Row, invocations, provenance_text, read_json, to_csv
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -111,8 +111,7 @@ def render(plot: Plot) -> bytes:
 
 def run_source(folder: Path) -> str:
     """Where a run folder comes from, in a line."""
-    runs = (read_json(folder / PROVENANCE) or {}).get("invocations", [])
-    return f"Provenance of the run: {provenance_text(runs)}."
+    return f"Provenance of the run: {provenance_text(invocations(folder))}."
 
 
 # --- a routing trace ---

@@ -28,15 +28,14 @@ from moexp.progress import stage
 from moexp.recipe import Recipe
 from moexp.report import (
     MEASURED,
-    PROVENANCE,
     SIMULATED,
     Arm,
     Row,
     View,
+    invocations,
     load_measured,
     provenance_text,
     put,
-    read_json,
     text,
     text_of,
     to_csv,
@@ -103,7 +102,7 @@ def run_tune(recipe: Recipe, *, out: Path | None = None, results: Path = Path("r
         guesses = {setting: kept["tokens_per_s"][setting.name] for setting in grid(recipe)}
         chosen = shortlist(recipe, guesses)
         arms = halving(recipe, platform, slow, experts, jobs, chosen, folder, kept["probe"], threads)
-        runs = [run for place in sorted(folder.glob("round-*")) for run in _invocations(place)]
+        runs = [run for place in sorted(folder.glob("round-*")) for run in invocations(place)]
     return write(recipe, platform, guesses, arms, results, runs)
 
 
@@ -216,10 +215,6 @@ def split(jobs: Sequence[Job], parts: int) -> list[Sequence[Job]]:
     sizes = [len(jobs) // parts + (n < len(jobs) % parts) for n in range(parts)]
     ends = list(itertools.accumulate(sizes))
     return [jobs[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-
-
-def _invocations(place: Path) -> list[dict[str, Any]]:
-    return list((read_json(place / PROVENANCE) or {}).get("invocations", []))
 
 
 def write(
