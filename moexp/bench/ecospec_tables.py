@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from moexp import metrics
 from moexp.bench.ecospec_data import (
@@ -20,51 +19,23 @@ from moexp.bench.ecospec_data import (
     batch_rate,
     bytes_moved,
     load_eco_runs,
-    nodes_verified,
     parts_of,
     predict_time,
 )
-from moexp.bench.rows import rate, with_ends
-from moexp.papers import Paper, load_paper
-from moexp.report import PAPER, Measured, Row, Table, View, put, text, text_of
-from moexp.sim.traffic import TrafficModel
-
-AVERAGE = "average"
-NOT_MEASURED = "Not measured yet"
-MEASURED_COLUMNS = ("speedup", "alpha", "experts_per_layer")
-
-NOTES = (
-    "`experts_per_layer` is the paper's E: unique experts a MoE layer and verification step. `uniform` is what "
-    "independent uniform routing of as many rows would touch; tokens of one text share experts.",
-    "`speedup` is tokens (counted by ids) a second over AR's, same store, one interleaved run; intervals are 95% "
-    "bootstrap intervals over prompts. The paper's figures are of other models, with experts in GPU memory.",
+from moexp.bench.ecospec_rows import (
+    AVERAGE,
+    MEASURED_COLUMNS,
+    NOTES,
+    add_paper,
+    cells,
+    measured_row,
+    merged,
+    workloads_of,
 )
-
-
-def measured_row(run: EcoRun, found: Measured, method: str, workload: str, temperature: float) -> Row:
-    """Speedup, alpha and E of one method on one workload (or on all of them)."""
-    arms = {n: arm for n, arm in found.arms[method].items() if workload in (arm.request.workload, AVERAGE)}
-    listed = list(arms.values())
-    row: Row = {
-        "target": run.target.get("name"),
-        "method": method,
-        "temperature": temperature,
-        "workload": workload,
-        "prompts": len(listed),
-        "tag": found.tag,
-    }
-    if method != AR:
-        put(row, "speedup", run.against(arms, rate, found.arms.get(AR, {}), rate))
-    put(row, "alpha", run.over(listed, lambda arm: metrics.alpha(arm.steps)))
-    put(row, "experts_per_layer", run.over(listed, lambda arm: metrics.experts_per_layer(arm.steps)))
-    rows = metrics.pooled(map(nodes_verified, listed)).value
-    if rows is not None:
-        row["uniform"] = metrics.uniform_union(int(run.target["num_experts"]), int(run.target["top_k"]), rows)
-    return row
-
-
-def workloads_of(found: Measured) -> list[str]:
-    return list(dict.fromkeys(arm.request.workload for arms in found.arms.values() for arm in arms.values()))
+from moexp.bench.rows import with_ends
+from moexp.papers import Paper, load_paper
+from moexp.report import PAPER, Row, Table, View
+from moexp.sim.traffic import TrafficModel
 
 
 def table_1(run: EcoRun, paper: Paper) -> Table:
@@ -352,23 +323,6 @@ def table_13(run: EcoRun, paper: Paper) -> Table:
     return table
 
 
-def cells(row: Row, names: Iterable[str], digits: int = 2) -> list[str]:
-    """Values as a reader wants them, with their intervals where they have any."""
-    return [text_of(row, name, 2) if f"{name}_lo" in row else text(row.get(name), digits) for name in names]
-
-
-def add_paper(table: Table, paper: Paper, shown: Callable[[dict[str, Any]], bool] = lambda row: True) -> None:
-    """The paper's rows in the CSV, and those `shown` as a view."""
-    rows = paper.table(table.number).rows
-    for row in rows:
-        table.rows.append({**row, "tag": PAPER})
-        table.columns = [*table.columns, *(name for name in row if name not in table.columns)]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    table.views.append(View("Paper", names, [[text(row.get(name)) for name in names] for row in rows if shown(row)]))
-    if not table.sources:
-        table.notes.append(f"{NOT_MEASURED}: run `moexp bench --paper ecospec --table {table.number}`.")
-
-
 TABLES: dict[int, Callable[[EcoRun, Paper], Table]] = {
     1: table_1, 2: table_2, 3: table_3, 4: table_4, 5: table_5, 6: table_6, 7: table_7, 8: table_8, 9: table_9,
     10: table_10, 11: table_11, 12: table_12, 13: table_13,
@@ -379,24 +333,3 @@ def build_tables(folder: Path, samples: int = 2000) -> list[Table]:
     """The tables of what a run folder holds on all platforms, the paper's rows always among them."""
     runs, paper = load_eco_runs(folder, samples), load_paper("ecospec")
     return [merged([(run.platform, make(run, paper)) for run in runs]) for make in TABLES.values()]
-
-
-def merged(by_platform: Sequence[tuple[str, Table]]) -> Table:
-    """One table of several platforms' tables: their own rows and views in turn, then the paper's, once."""
-    whole = by_platform[0][1]
-    sources = [source for _, table in by_platform for source in table.sources]
-    if not sources:
-        return whole
-    rows: list[Row] = []
-    for platform, table in by_platform:
-        rows += [{**row, "platform": platform} for row in table.rows if row["tag"] != PAPER]
-    views = [view for _, table in by_platform for view in table.views[:-1] if view.rows]
-    return Table(
-        whole.number,
-        whole.title,
-        [*whole.columns[:1], "platform", *whole.columns[1:]],
-        rows + [row for row in whole.rows if row["tag"] == PAPER],
-        [*views, whole.views[-1]],
-        [note for note in whole.notes if not note.startswith(NOT_MEASURED)],
-        sources,
-    )
