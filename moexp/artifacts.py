@@ -106,12 +106,19 @@ def _demand(there: bool, missing: str, folder: Path, command: str) -> None:
 
 
 def open_target(recipe: Recipe, *, padded: bool = False, dtype: str | None = None) -> Target:
-    """Loads everything but the routed experts of the recipe's target."""
+    """Loads everything but the routed experts of the recipe's target, to its device.
+
+    Raises:
+        MoexpError: not built yet, or a device that is not there or that the recipe's store cannot serve.
+    """
     import torch
 
+    from moexp.compute import pick_device
     from moexp.target.load import load_target
 
-    return load_target(find_target(recipe, padded=padded), dtype=getattr(torch, dtype or recipe.target.dtype))
+    device = pick_device(recipe.device, recipe.store.kind)
+    folder = find_target(recipe, padded=padded)
+    return load_target(folder, dtype=getattr(torch, dtype or recipe.target.dtype), device=device)
 
 
 def open_draft_experts(recipe: Recipe, target: Target) -> DraftExperts:
@@ -126,7 +133,7 @@ def open_draft_experts(recipe: Recipe, target: Target) -> DraftExperts:
     folder = draft_folder(recipe)
     command = f"moexp train-draft-expert --recipe {recipe.name}"
     _demand((folder / HEADER).exists(), "the draft experts are not trained", folder, command)
-    return load_draft_experts(folder, target_identity(target.folder), dtype=target.dtype)
+    return load_draft_experts(folder, target_identity(target.folder), dtype=target.dtype).to(target.device)
 
 
 def open_predictor(recipe: Recipe, target: Target, level: str | None = None) -> RoutingPredictor:
@@ -145,7 +152,9 @@ def open_predictor(recipe: Recipe, target: Target, level: str | None = None) -> 
     command = f"moexp train-predictor --recipe {recipe.name}"
     _demand((folder / HEADER).exists(), "the expert predictor is not trained", folder, command)
     embedding: Any = target.model.get_input_embeddings()
-    return load_predictor(folder / (level or ""), target_identity(target.folder), embedding.weight, dtype=target.dtype)
+    identity = target_identity(target.folder)
+    loaded = load_predictor(folder / (level or ""), identity, embedding.weight, dtype=target.dtype)
+    return loaded.to(target.device)
 
 
 def open_draft_head(recipe: Recipe, target: Target) -> DraftHead:
@@ -162,9 +171,9 @@ def open_draft_head(recipe: Recipe, target: Target) -> DraftHead:
     _demand(folder.exists(), "the draft head is not trained", folder, f"moexp train-drafter --recipe {recipe.name}")
     identity = target_identity(target.folder)
     if recipe.head.kind == "mtp":
-        return load_mtp_head(folder, target.model, identity, dtype=target.dtype)
+        return load_mtp_head(folder, target.model, identity, dtype=target.dtype).to(target.device)
     embedding = target.model.get_input_embeddings()
-    return load_eagle_head(folder, target.spec, embedding, fingerprint=identity, dtype=target.dtype)
+    return load_eagle_head(folder, target.spec, embedding, fingerprint=identity, dtype=target.dtype).to(target.device)
 
 
 @contextmanager
@@ -183,6 +192,7 @@ def opened_store(target: Target, section: StoreSection) -> Iterator[ExpertStore]
         io_threads=section.io_threads,
         pacer=pacer,
         dtype=target.dtype,
+        device=target.device,
     )
     try:
         yield store

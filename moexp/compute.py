@@ -8,6 +8,11 @@ import ctypes
 import ctypes.util
 import os
 import sys
+from typing import Literal
+
+from moexp.errors import MoexpError
+
+Device = Literal["auto", "cpu", "cuda"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 KEEP_BYTES = 1 << 30
@@ -35,3 +40,28 @@ def prepare(threads: int = 0) -> int:
     count = threads or os.cpu_count() or 1
     torch.set_num_threads(count)
     return count
+
+
+def pick_device(wanted: Device, store: str) -> str:
+    """Where a target is to be decoded: "cpu" or "cuda".
+
+    Args:
+        wanted: the recipe's `device`; "auto" is the GPU where there is one and the store can serve it.
+        store: the kind of the recipe's store. Experts on disk are served in host memory.
+
+    Raises:
+        MoexpError: a GPU that is not there is asked for, or one that the store cannot serve.
+    """
+    if wanted == "cpu" or (wanted == "auto" and store == "disk"):
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        if store == "disk":
+            raise MoexpError(
+                "experts on disk are served on the CPU", where="device", valid="store.kind host or resident"
+            )
+        return "cuda"
+    if wanted == "cuda":
+        raise MoexpError("no CUDA device, or a torch built without CUDA", where="device", valid="cpu, auto")
+    return "cpu"
