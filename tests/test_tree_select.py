@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 
@@ -247,17 +248,30 @@ def test_where_costs_are_equal_or_negligible_confidence_decides(nodes, seed, gam
     assert select(GlobalCost(1e12), tree, gamma, experts_NLW).nodes == confident
 
 
-@given(trees(), SEEDS, st.integers(1, 8))
-def test_the_cheapest_choice_takes_no_heed_of_probability(tree, seed, gamma):
-    experts_NLW = random_sets(len(tree), np.random.default_rng(seed))
+@given(trees(), SEEDS, st.integers(1, 6), st.booleans())
+def test_the_cheapest_choice_is_the_cheapest_of_all_that_are_prefix_closed(tree, seed, gamma, warm):
+    rng = np.random.default_rng(seed)
+    experts_NLW = random_sets(len(tree), rng)
+    covered_LW = random_sets(1, rng)[0] if warm else None
+    picked = select(make_selector("cheapest", SelectorOptions()), tree, gamma, experts_NLW, covered_LW)
+    size = min(gamma, len(tree))
+    assert len(picked.nodes) == size and tree.is_prefix_closed(picked.nodes)
     own = sets_of(experts_NLW)
-    picked = select(make_selector("cheapest", SelectorOptions()), tree, gamma, experts_NLW)
-    covered: set = set()
-    for number, (node, cost) in enumerate(zip(picked.nodes, picked.costs or (), strict=True)):
-        open_ = [n for n in range(1, len(tree)) if tree.parents_N[n] in picked.nodes[:number]]
-        left = [n for n in open_ if n not in picked.nodes[:number]] if number else [0]
-        assert cost == len(own[node] - covered) == min(len(own[n] - covered) for n in left)
-        covered |= own[node]
+    known = sets_of(covered_LW[None])[0] if covered_LW is not None else set()
+    choices = [
+        (0, *others)
+        for others in itertools.combinations(range(1, len(tree)), size - 1)
+        if all(tree.parents_N[node] in (0, *others) for node in others)
+    ]
+    assert sum(picked.costs or ()) == min(len(set().union(*(own[node] for node in nodes)) - known) for nodes in choices)
+
+
+def test_the_search_for_the_cheapest_choice_ends_where_it_must(monkeypatch):
+    rng = np.random.default_rng(0)
+    tree, experts_NLW = random_tree(40, rng), random_sets(40, rng)
+    monkeypatch.setattr("moexp.runtime.tree_select.Cheapest.steps", 50)
+    nodes = select(make_selector("cheapest", SelectorOptions()), tree, 8, experts_NLW).nodes
+    assert len(nodes) == 8 and tree.is_prefix_closed(nodes)
 
 
 def test_experts_that_are_covered_from_the_start_cost_nothing():

@@ -226,8 +226,9 @@ def table_10(run: EcoRun, paper: Paper) -> Table:
     """The target's own expert sets against the learned predictor's, under the same rule."""
     table = _selections(run, paper, 10, ("confidence", ORACLE, ECOSPEC, CHEAPEST), "predictor")
     table.notes.append(
-        "`oracle` picks by the target's own routing; `cheapest` node by node by that and cost alone, whatever the "
-        "probability: what is left of E then is not selection's to save."
+        "`oracle` picks by the target's own routing; `cheapest` takes, of all prefix-closed choices of as many nodes, "
+        "the one with the fewest experts by that routing, whatever its probability: no selection from these trees "
+        "has a lower E."
     )
     return table
 

@@ -12,7 +12,7 @@ Shape suffixes: N nodes, F open nodes, L MoE layers, E experts a layer, k top-k,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
@@ -184,12 +184,10 @@ class MarginalCost:
         epsilon: added to the cost, in layer-experts; above 0. The paper gives no value. When it is small, a node that
             adds nothing outranks all that add something, however unlikely it is.
         needs: "recorded" for the oracle.
-        likely: False leaves P out, so that only cost counts: for analysis of what cost alone can save, greedily.
     """
 
     epsilon: float
     needs: Literal["predicted", "recorded"] = "predicted"
-    likely: bool = True
 
     def __post_init__(self) -> None:
         _check_epsilon(self.epsilon)
@@ -199,7 +197,6 @@ class MarginalCost:
         own_NX = experts_NLW.reshape(len(tree), -1)
         missing_X = ~(np.zeros_like(own_NX[0]) if covered_LW is None else covered_LW.reshape(-1))
         order_N = _likeliest_first(tree)
-        probs_N = tree.path_probs_N if self.likely else np.ones(len(tree))
         open_N = np.zeros(len(tree), dtype=bool)
         open_N[0] = True
         picked: list[int] = []
@@ -207,13 +204,53 @@ class MarginalCost:
             nodes_F = order_N[open_N[order_N]]
             added_FX = own_NX.take(nodes_F, axis=0) & missing_X
             costs_F = np.bitwise_count(added_FX).sum(axis=1, dtype=np.uint32)
-            best = int(scores(probs_N[nodes_F], costs_F, self.epsilon).argmax())
+            best = int(scores(tree.path_probs_N[nodes_F], costs_F, self.epsilon).argmax())
             node = int(nodes_F[best])
             picked.append(node)
             missing_X ^= added_FX[best]
             open_N[node] = False
             open_N[list(tree.children[node])] = True
         return picked
+
+
+class Cheapest:
+    """The `gamma` nodes that touch the fewest experts by the target's own routing, whatever their probability: a bound
+    on what any selection can save, for analysis.
+
+    Exact by search: every prefix-closed choice, but for those that cost more than the best so far before they are
+    whole. Of equally cheap ones the likeliest stands. After `steps` extensions the best found so far is taken; trees of
+    3 steps and width 4 need far fewer.
+    """
+
+    needs: Literal["recorded"] = "recorded"
+    steps = 200_000
+
+    def pick(self, tree: DraftTree, gamma: int, experts_NLW: Words | None, covered_LW: Words | None) -> list[int]:
+        assert experts_NLW is not None
+        own = [int.from_bytes(words_LW.tobytes(), "little") for words_LW in experts_NLW]
+        start = 0 if covered_LW is None else int.from_bytes(covered_LW.tobytes(), "little")
+        size = min(gamma, len(tree))
+        best: tuple[int, float, list[int]] | None = None
+        left = self.steps
+
+        def extend(picked: list[int], covered: int, open_: Sequence[int]) -> None:
+            """All choices that have `picked`, and of `open_` no node before the one taken next."""
+            nonlocal best, left
+            cost = (covered & ~start).bit_count()
+            if best is not None and (cost > best[0] or left <= 0):
+                return
+            if len(picked) == size:
+                unlikely = -math.fsum(tree.path_probs_N[picked])
+                best = min(best or (cost, unlikely, picked), (cost, unlikely, picked))
+                return
+            left -= 1
+            for place, node in enumerate(open_):
+                rest = (*open_[place + 1 :], *tree.children[node])
+                extend([*picked, node], covered | own[node], rest)
+
+        extend([0], start | own[0], tree.children[0])
+        assert best is not None
+        return [node for node in _likeliest_first(tree).tolist() if node in best[2]]
 
 
 @dataclass(frozen=True)
@@ -272,7 +309,7 @@ SELECTORS: dict[str, Callable[[SelectorOptions], Selector]] = {
     "global-cost": lambda options: GlobalCost(options.epsilon),
     "marginal-cost": lambda options: MarginalCost(options.epsilon),
     "oracle": lambda options: MarginalCost(options.epsilon, needs="recorded"),
-    "cheapest": lambda options: MarginalCost(options.epsilon, needs="recorded", likely=False),
+    "cheapest": lambda options: Cheapest(),
 }
 
 
