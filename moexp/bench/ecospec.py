@@ -50,7 +50,7 @@ from moexp.recipe import Recipe
 from moexp.rundir import RunDir
 from moexp.runtime.method import HEAD, Method, TreePlan
 from moexp.runtime.predictors import ExpertPredictor, OraclePredictor
-from moexp.runtime.store import ExpertStore
+from moexp.runtime.store import ExpertStore, ResidentStore
 from moexp.runtime.tree import TreeShape
 from moexp.runtime.verify import Sampling
 from moexp.schema import StoreSection
@@ -73,12 +73,13 @@ def run_ecospec(recipe: Recipe, tables: Collection[int], folder: Path) -> None:
     heads = trained_heads(recipe)
     with RunDir(folder, recipe):
         _describe(recipe, target, folder)
-        bench = _Bench(recipe, target, heads, folder, threads)
-        for platform in recipe.ecospec.platforms:
-            if platform == ON_DISK:
-                bench.run(find_platform(ON_DISK), T0, main_methods(recipe, heads), 0.0)
-            else:
-                _run_all(bench, recipe, heads, set(tables))
+        with ExitStack() as stack:
+            bench = _Bench(recipe, target, heads, folder, threads, stack)
+            for platform in recipe.ecospec.platforms:
+                if platform == ON_DISK:
+                    bench.run(find_platform(ON_DISK), T0, main_methods(recipe, heads), 0.0)
+                else:
+                    _run_all(bench, recipe, heads, set(tables))
 
 
 def _run_all(bench: _Bench, recipe: Recipe, heads: Collection[str], tables: set[int]) -> None:
@@ -178,15 +179,23 @@ def _tree(
 
 
 class _Bench:
-    """Engines for all drafters over whatever store a run opens."""
+    """Engines for all drafters, over a store with all experts in memory that all parts share, or over the disk's.
 
-    def __init__(self, recipe: Recipe, target: Target, heads: Collection[str], folder: Path, threads: int) -> None:
-        self.recipe, self.target, self.folder, self.threads = recipe, target, folder, threads
+    Args:
+        stack: closes the shared store.
+    """
+
+    def __init__(
+        self, recipe: Recipe, target: Target, heads: Collection[str], folder: Path, threads: int, stack: ExitStack
+    ) -> None:
+        self.recipe, self.target, self.folder, self.threads, self.stack = recipe, target, folder, threads, stack
         self.experts = open_draft_experts(recipe, target)
         self.heads = {HEADS[kind]: open_draft_head(with_head(recipe, kind), target) for kind in heads}
         self.learned = {"learned": learned_predictor(recipe, target)}
         for level in kept_levels(recipe):
             self.learned[f"learned {level}"] = learned_predictor(recipe, target, level)
+        self.in_memory: ResidentStore | None = None
+        self.warm: Callable[[Method], PromptEngine] | None = None
 
     def run(self, platform: Platform, place: str, methods: list[Method], temperature: float, batch: int = 1) -> None:
         """Decodes all prompts by all methods into the platform's part `place`; of a batch run, one full batch."""
@@ -194,43 +203,60 @@ class _Bench:
         workloads, limit = recipe.bench.workloads, None
         on_disk = platform.name == ON_DISK
         prompts = section.disk_prompts if on_disk else section.prompts
+        tokens = section.disk_new_tokens if on_disk else section.max_new_tokens
         if place.startswith(BATCH):
-            limit = max(section.batch_sweep)
+            limit, tokens = max(section.batch_sweep), section.batch_new_tokens
             prompts = -(-limit // len(workloads))
-        jobs = make_jobs(select_prompts(workloads, prompts)[:limit], self.target.tokenizer)
-        with ExitStack() as stack:
-            predictors: dict[str, Callable[[], ExpertPredictor]] = dict(self.learned)
-            if any(method.tree is not None and method.tree.predictor == "oracle" for method in methods):
-                resident = stack.enter_context(opened_store(self.target, StoreSection(kind="resident")))
-                oracle = PromptEngine(self.target, resident)
-                predictors["oracle"] = lambda: OraclePredictor({}, oracle)
-            measure_on(
-                platform,
-                self.target,
-                self.experts,
-                self.folder / platform.name / place,
-                jobs=jobs,
-                methods=methods,
-                sampling=Sampling(temperature=temperature, seed=recipe.seed),
-                max_new_tokens=section.disk_new_tokens if on_disk else section.max_new_tokens,
-                warmup=make_jobs(tuning_prompts(recipe.bench.warmup_prompts), self.target.tokenizer),
-                base=recipe.store,
-                draft_weights=draft_folder(recipe),
-                threads=self.threads,
-                title=f"EcoSpec {platform.name} {place}",
-                batch=batch,
-                engines=lambda store: self._engines(store, predictors),
-            )
+        warmup = make_jobs(tuning_prompts(recipe.bench.warmup_prompts), self.target.tokenizer)
+        measure_on(
+            platform,
+            self.target,
+            self.experts,
+            self.folder / platform.name / place,
+            jobs=make_jobs(select_prompts(workloads, prompts)[:limit], self.target.tokenizer),
+            methods=methods,
+            sampling=Sampling(temperature=temperature, seed=recipe.seed),
+            max_new_tokens=tokens,
+            warmup=warmup if on_disk or self.warm is None else (),
+            base=recipe.store,
+            draft_weights=draft_folder(recipe),
+            threads=self.threads,
+            title=f"EcoSpec {platform.name} {place}",
+            batch=batch,
+            engines=self._engines if on_disk else self._warm_engines,
+            store=None if on_disk else self._memory,
+        )
+
+    def _memory(self) -> ResidentStore:
+        """The shared store, opened when it is first needed."""
+        if self.in_memory is None:
+            opened = self.stack.enter_context(opened_store(self.target, StoreSection(kind="resident")))
+            assert isinstance(opened, ResidentStore)
+            self.in_memory = opened
+        return self.in_memory
+
+    def _warm_engines(self, store: ExpertStore) -> Callable[[Method], PromptEngine]:
+        """Engines over the shared store: made once, warmed up by the first part that runs."""
+        if self.warm is None:
+            # The oracle's demands must not be counted in the records: the same weights under counters of its own.
+            oracle = PromptEngine(self.target, ResidentStore(self._memory().weights))
+            self.warm = self._engines(store, {"oracle": lambda: OraclePredictor({}, oracle)})
+        return self.warm
 
     def _engines(
-        self, store: ExpertStore, predictors: Mapping[str, Callable[[], ExpertPredictor]]
+        self, store: ExpertStore, others: Mapping[str, Callable[[], ExpertPredictor]] | None = None
     ) -> Callable[[Method], PromptEngine]:
-        """One engine a drafter, all over the same store."""
+        """One engine a drafter, all over the same store. Prompts come from memory where the experts are there anyway:
+        each engine has its own cache to fill.
+        """
+        predictors = {**self.learned, **(others or {})}
         plain = PromptEngine(self.target, store, draft_experts=self.experts, predictors=predictors)
         by_head = {
             name: PromptEngine(self.target, store, draft_head=head, predictors=predictors)
             for name, head in self.heads.items()
         }
+        for engine in (plain, *by_head.values()):
+            engine.prefill_store = self.in_memory
 
         def engine_of(method: Method) -> PromptEngine:
             return by_head[parts_of(method.label)[0]] if method.drafter == HEAD else plain

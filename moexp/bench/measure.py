@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,9 @@ def measure_on(
     probed: dict[str, Any] | None = None,
     engines: Callable[[ExpertStore], Callable[[Method], Engine]] | None = None,
     batch: int = 1,
-) -> None:
-    """Decodes all jobs by all methods on a platform into `place`, unless they are there already.
+    store: Callable[[], ExpertStore] | None = None,
+) -> bool:
+    """Decodes all jobs by all methods on a platform into `place`; False where they are there already.
 
     Args:
         target: padded, where the platform wants that.
@@ -55,6 +57,7 @@ def measure_on(
             methods run.
         engines: gives each method its engine over the platform's store; by default one for all.
         batch: jobs decoded together.
+        store: gives an open one of the platform's kind; by default one is opened and closed here.
     """
     settings = {
         "tag": platform.tag,
@@ -71,13 +74,14 @@ def measure_on(
     }
     done = begin_run(place, settings)
     if is_complete(done, jobs, methods):
-        return
+        return False
     keep_provenance(place, sampling.seed)
     known = probed or kept_probe(platform, target, base, (*warmup, *jobs)[0], place)
     link = known["bandwidth_bytes_s"][0] if platform.paced else None
-    with opened_store(target, store_section(platform, base, link)) as store:
+    opening = opened_store(target, store_section(platform, base, link)) if store is None else nullcontext(store())
+    with opening as opened:
         run_methods(
-            PromptEngine(target, store, draft_experts=experts) if engines is None else engines(store),
+            PromptEngine(target, opened, draft_experts=experts) if engines is None else engines(opened),
             jobs,
             methods,
             sampling,
@@ -89,8 +93,9 @@ def measure_on(
             warmup=warmup,
             warmup_tokens=2 if platform.paced else 8,
             batch=batch,
-            after_prompt=lambda: None if probed else sample_link(platform, target, store, known, place),
+            after_prompt=lambda: None if probed else sample_link(platform, target, opened, known, place),
         )
+    return True
 
 
 def sample_link(platform: Platform, target: Target, store: ExpertStore, probed: dict[str, Any], place: Path) -> None:

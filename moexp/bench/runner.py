@@ -29,6 +29,7 @@ from moexp.runtime.decode import decode_all
 from moexp.runtime.decode_batch import decode_batch
 from moexp.runtime.forward import Engine
 from moexp.runtime.method import Method
+from moexp.runtime.store import ExpertStore
 from moexp.runtime.verify import Sampling
 
 
@@ -46,8 +47,12 @@ class PromptEngine(Engine):
     """An engine that keeps the last prompt's keys and values, so that methods that take turns on it prefill it once.
 
     Every method's prefill is the same computation, and decoding writes only behind it: nothing else changes.
+
+    Attributes:
+        prefill_store: where prompts take their experts from, in place of `store`; the same weights.
     """
 
+    prefill_store: ExpertStore | None = None
     _held: tuple[int, ...] = ()
     _held_in: object = None
     _held_features: list[Tensor] | None = None
@@ -61,7 +66,12 @@ class PromptEngine(Engine):
             self.lane.features = list(self._held_features or ())
             return
         self._held_in = None  # whatever stops the prefill, what the cache holds then is not a prompt
-        super().prefill(ids)
+        decoding = self.store
+        self.store = self.prefill_store or decoding
+        try:
+            super().prefill(ids)
+        finally:
+            self.store = decoding
         self._held, self._held_in, self._held_features = prompt, self.cache, list(self.lane.features)
 
 

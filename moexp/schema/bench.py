@@ -58,6 +58,8 @@ class EcoSpecSection(Section):
     max_new_tokens: Positive = 24
     disk_new_tokens: Positive = 16
     """In place of `max_new_tokens` with experts on the disk."""
+    batch_new_tokens: Positive = 16
+    """In place of `max_new_tokens` in the sweep of batches."""
     temperatures: tuple[NonNegativeFloat, ...] = (0.0, 1.0)
     heads: tuple[Literal["eagle3", "mtp", "gto"], ...] = ("eagle3", "mtp", "gto")
     """Draft heads that `moexp reproduce` trains."""
