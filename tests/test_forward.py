@@ -20,6 +20,7 @@ from moexp.runtime.forward import AR, VERIFY, Engine
 from moexp.runtime.kv import BlockCache, CausalMasks, padded_length
 from moexp.runtime.linear import can_pack, fuse_linears, make_linear
 from moexp.runtime.moe import StepPath, module_route, sigmoid_route
+from moexp.target.draft_expert import DraftExperts
 from moexp.target.families import FAMILIES
 from moexp.target.load import load_target
 from tests.engines import StandInDrafts, WatchedStore, make_engine, prompt, swap_store
@@ -174,6 +175,28 @@ def test_a_moe_layer_is_equation_4_and_5(tiny_folder, rows, top_r):
         extra = engine.draft_experts.forward_layer(2, x_TH[:live]) if drafts else 0
         assert torch.allclose(output[:live].double(), expected + extra, atol=1e-5)
         assert routing.shape == (live, 4), "the router's full top-k is told whatever was computed"
+
+
+@pytest.mark.parametrize("restructured", [True, False], ids=["restructured", "modules"])
+@pytest.mark.parametrize("model_type", ["glm4_moe", "qwen3_moe"])
+def test_a_draft_step_runs_shared_and_draft_expert_as_one_block(tiny_folder, model_type, restructured):
+    """With shared experts and without, the sum of both; and the target's own weights stay as they are."""
+    spec = load_target(tiny_folder(model_type=model_type)).spec
+    drafts = DraftExperts(spec.hidden_size, 24, spec.moe_layers)
+    expert: Any
+    for expert in drafts.experts.values():
+        nn.init.normal_(expert.down, std=0.1)
+        nn.init.constant_(expert.scale, 0.7)
+    engine = make_engine(tiny_folder(model_type=model_type), draft_experts=drafts, restructured=restructured)
+    plain = make_engine(tiny_folder(model_type=model_type), restructured=restructured)
+    x_TH = torch.randn(3, spec.hidden_size, generator=torch.Generator().manual_seed(2))
+    for layer in spec.moe_layers:
+        moe: Any = engine._network.layers[layer].moe
+        alone: Any = plain._network.layers[layer].moe
+        shared_TH: Any = 0 if moe.shared is None else moe.shared(x_TH)
+        assert torch.allclose(moe.drafting(x_TH), shared_TH + drafts.forward_layer(layer, x_TH), atol=1e-5)
+        if moe.shared is not None:
+            assert torch.equal(shared_TH, alone.shared(x_TH))
 
 
 def test_small_bf16_experts_are_computed_in_fp32(tiny_folder):

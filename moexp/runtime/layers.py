@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -89,9 +90,9 @@ class Network:
             resident = _feed_forward(target, module.mlp, is_moe, block, restructured, pack)
             moe = None
             if is_moe:
-                draft = _draft_expert(draft_experts, number, draft_rows, pack)
+                drafting = _drafting(target, module.mlp, resident, draft_experts, number, draft_rows, pack)
                 route = _route(target, module.mlp, restructured)
-                moe = MoELayer(number, route, resident, spec.num_experts, compute, draft)
+                moe = MoELayer(number, route, resident, spec.num_experts, compute, drafting)
             layers.append(
                 Layer(
                     norm_1=_norm(module.input_layernorm, fused),
@@ -143,12 +144,37 @@ def _route(target: Target, mlp: nn.Module, restructured: bool) -> Any:
     return sigmoid_route(router) if by_sigmoid else module_route(router)
 
 
-def _draft_expert(drafts: LayerDrafts | None, layer: int, rows: int, pack: bool) -> Callable[[Tensor], Tensor] | None:
-    if isinstance(drafts, DraftExperts):
-        weights: Any = drafts.experts[str(layer)]
-        down_HW = (weights.down.float() * weights.scale.float()).to(weights.down.dtype)
-        return SwiGLU(weights.gate_up, down_HW, rows=rows, pack=pack)
-    return None if drafts is None else partial(drafts.forward_layer, layer)
+def _drafting(
+    target: Target,
+    mlp: Any,
+    resident: Callable[[Tensor], Tensor] | None,
+    drafts: LayerDrafts | None,
+    layer: int,
+    rows: int,
+    pack: bool,
+) -> Callable[[Tensor], Tensor] | None:
+    """Shared experts and the layer's scaled draft expert together, what a draft step runs in the place of `resident`:
+    one wider block where both are restructured, at half the kernel calls. None without draft experts.
+    """
+    if drafts is None:
+        return None
+    if not isinstance(drafts, DraftExperts):
+        return _sum(resident, partial(drafts.forward_layer, layer))
+    weights: Any = drafts.experts[str(layer)]
+    gates_up = [weights.gate_up.chunk(2)]
+    downs = [(weights.down.float() * weights.scale.float()).to(weights.down.dtype)]
+    if isinstance(resident, SwiGLU):
+        assert target.family.shared is not None
+        shared = getattr(mlp, target.family.shared)
+        gates_up.insert(0, (shared.gate_proj.weight, shared.up_proj.weight))
+        downs.insert(0, shared.down_proj.weight)
+        resident = None
+    gate_up = torch.cat([part for parts in zip(*gates_up, strict=True) for part in parts])
+    return _sum(resident, SwiGLU(gate_up, torch.cat(downs, dim=1), rows=rows, pack=pack))
+
+
+def _sum(first: Callable[[Tensor], Tensor] | None, second: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return second if first is None else lambda x_TH: first(x_TH) + second(x_TH)
 
 
 def _norm(module: Any, fused: bool) -> Callable[[Tensor], Tensor]:

@@ -218,7 +218,7 @@ class MoELayer:
         shared: its shared experts, [T, H] -> [T, H], or None.
         num_experts: E.
         compute: by row count, for the blocks of decoding steps; shared by all layers.
-        draft: the layer's draft expert, [T, H] -> scaled [T, H], or None.
+        drafting: the shared experts plus the layer's scaled draft expert, [T, H] -> [T, H], or None.
     """
 
     def __init__(
@@ -228,9 +228,9 @@ class MoELayer:
         shared: Callable[[Tensor], Tensor] | None,
         num_experts: int,
         compute: Mapping[int, ExpertCompute],
-        draft: Callable[[Tensor], Tensor] | None = None,
+        drafting: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.route, self.shared, self.draft, self.compute = route, shared, draft, compute
+        self.route, self.shared, self.drafting, self.compute = route, shared, drafting, compute
         self.keys: list[ExpertKey] = [(layer, expert) for expert in range(num_experts)]
         self._slot_of_E = np.zeros(num_experts, dtype=np.int64)
 
@@ -278,12 +278,10 @@ class MoELayer:
 
     def _resident(self, x_TH: Tensor, path: StepPath) -> Tensor | None:
         """Shared experts and draft expert: needs nothing of the store, so it runs while reads are on their way."""
-        output = self.shared(x_TH) if self.shared is not None else None
         if path.draft_experts:
-            assert self.draft is not None, "no draft expert is loaded"
-            drafted = self.draft(x_TH)
-            output = drafted if output is None else output + drafted
-        return output
+            assert self.drafting is not None, "no draft expert is loaded"
+            return self.drafting(x_TH)
+        return self.shared(x_TH) if self.shared is not None else None
 
     def _routed(
         self,
