@@ -277,14 +277,16 @@ def tune(recipe: RecipeOption = "pocket", changes: SetOption = None, out: OutOpt
 @command(app, "report", "moexp report --recipe pocket")
 def report(
     recipe: RecipeOption = "pocket",
-    paper: PaperOption = "draftexpert",
+    paper: Annotated[
+        str | None, typer.Option("--paper", metavar="NAME", help="Whose tables; by default of all papers with records.")
+    ] = None,
     changes: SetOption = None,
     out: OutOption = None,
 ) -> None:
-    """Rebuild all tables from raw records, without running anything."""
-    from moexp.report import rebuild
+    """Rebuild tables, figures and the report (Markdown and one HTML page) from raw records; nothing is run."""
+    from moexp.web.build import rebuild_report
 
-    _say_files(rebuild(load(recipe, changes), paper, out=out), show=False)
+    _say_files(rebuild_report(load(recipe, changes), paper, out=out), show=False)
 
 
 def _say_files(files: list[Path], *, show: bool) -> None:

@@ -164,6 +164,11 @@ def stall_per_token(steps: Iterable[StepRecord]) -> Ratio:
     return pooled(Ratio(s.store["stall_s"], s.emitted) for s in steps if "stall_s" in s.store)
 
 
+def stall_share(steps: Iterable[StepRecord]) -> Ratio:
+    """Share of decoding that was spent waiting for experts."""
+    return pooled(Ratio(s.store["stall_s"], s.cycle_s) for s in steps if "stall_s" in s.store)
+
+
 TIME_PARTS = ("draft_compute", "draft_wait", "verify_compute", "verify_wait", "rest")
 """Where a cycle's time goes, in order; AR's steps count as verification."""
 

@@ -1,4 +1,5 @@
-"""`moexp reproduce`: all stages in order, from the target to both papers' tables, each skipped where it is done."""
+"""`moexp reproduce`: all stages in order, from the target to both papers' tables and the report over them, each skipped
+where it is done."""
 
 from __future__ import annotations
 
@@ -27,8 +28,8 @@ def reproduce(recipe: Recipe, console: Console) -> bool:
 
     check_tables(recipe.bench.tables, "draftexpert", where="bench.tables")
     check_tables(recipe.ecospec.tables, "ecospec", where="ecospec.tables")
-    started, files = time.monotonic(), list[Path]()
-    todo = _stages(recipe, console, files)
+    started, files, reports = time.monotonic(), list[Path](), list[Path]()
+    todo = _stages(recipe, console, files, reports)
     for number, (name, run) in enumerate(todo, start=1):
         heading = f"{number}/{len(todo)} {name}, {_clock(started)} since the start"
         console.rule(heading, align="left", characters="-")
@@ -41,14 +42,17 @@ def reproduce(recipe: Recipe, console: Console) -> bool:
         ("draft experts", artifacts.draft_folder(recipe)),
         ("results", stages.results_folder(recipe)),
     ]
-    for name, place in [*places, *(("table", file) for file in files if file.suffix == ".md")]:
+    tables = [("table", file) for file in files if file.suffix == ".md"]
+    for name, place in [*places, *tables, *(("report", file) for file in reports)]:
         console.print(f"{name}: {place}", soft_wrap=True, highlight=False)
     return True
 
 
-def _stages(recipe: Recipe, console: Console, files: list[Path]) -> list[Stage]:
-    """The recipe's stages in order; `files` receives the tables."""
+def _stages(recipe: Recipe, console: Console, files: list[Path], reports: list[Path]) -> list[Stage]:
+    """The recipe's stages in order; `files` receives the tables, `reports` the two reports."""
     from moexp.bench.tables import run_bench
+    from moexp.web.build import write_reports
+    from moexp.web.sources import find_runs
 
     def draft_experts() -> None:
         stages.train_stage(recipe, console)
@@ -59,6 +63,9 @@ def _stages(recipe: Recipe, console: Console, files: list[Path]) -> list[Stage]:
 
     def ecospec_tables() -> None:
         files.extend(run_bench(recipe, recipe.ecospec.tables, paper="ecospec"))
+
+    def report() -> None:
+        reports.extend(write_reports(recipe, find_runs(recipe), stages.RESULTS))
 
     def heads() -> None:
         for kind in recipe.ecospec.heads:
@@ -83,7 +90,7 @@ def _stages(recipe: Recipe, console: Console, files: list[Path]) -> list[Stage]:
             ("train-predictor", done(stages.predictor_stage)),
             ("bench --paper ecospec", ecospec_tables),
         ]
-    return todo
+    return [*todo, ("report", report)]
 
 
 def _clock(started: float) -> str:

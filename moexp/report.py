@@ -284,7 +284,7 @@ def _csv_cell(value: Cell) -> str:
 
 def view_text(view: View) -> str:
     """A Markdown table with its columns aligned in the source, numbers to the right."""
-    rows = [[str(cell).replace("|", "\\|") for cell in row] for row in (view.header, *view.rows)]
+    rows = [[str(cell).replace("|", "\\|").replace("<", "\\<") for cell in row] for row in (view.header, *view.rows)]
     widths = [max(3, *(len(row[n]) for row in rows)) for n in range(len(view.header))]
     numeric = [
         bool(view.rows) and all(re.match(r"^([-+]?\d|-$)", row[n]) for row in view.rows) for n in range(len(widths))

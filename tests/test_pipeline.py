@@ -255,14 +255,15 @@ def no_tables(monkeypatch) -> list[Any]:
 def test_reproduce_runs_every_stage_in_order_and_skips_what_is_done(home: Path, tmp_path: Path, no_tables: list[Any]):
     small = ("eval.dtypes=[float32]", "eval.prompts=1", "eval.max_new_tokens=6", "bench.tables=[2, 6]")
     shown = done("reproduce", changes=small)
-    places = [shown.index(f"{number}/5 {name}") for number, name in enumerate(
-        ("build-target", "trace-routing", "train-draft-expert", "eval", "bench"), start=1
+    places = [shown.index(f"{number}/6 {name}") for number, name in enumerate(
+        ("build-target", "trace-routing", "train-draft-expert", "eval", "bench", "report"), start=1
     )]  # fmt: skip
     assert places == sorted(places) and no_tables == [("draftexpert", (2, 6))]
     assert (
         shown.index("done in 0:") > places[-1]
         and "results: results/tiny" in shown
         and "table: draftexpert/table_2.md" in shown
+        and "report: results/tiny/report.html" in shown
     )
     stamp = (tmp_path / "results" / "tiny" / "eval.json").stat().st_mtime_ns
     assert "passed already" in done("reproduce", changes=small)
@@ -273,7 +274,7 @@ def test_reproduce_goes_on_to_the_other_paper_where_its_tables_are_named(home: P
     small = ("eval.dtypes=[float32]", "eval.prompts=1", "eval.max_new_tokens=6", "bench.tables=[2]")
     heads = "head={steps: 1, rows: 2, unroll: 2, max_minutes: null}"
     shown = done("reproduce", changes=(*small, heads, "ecospec={heads: [eagle3, mtp], tables: [1, 13]}"))
-    names = ("6/8 train-drafter", "7/8 train-predictor", "8/8 bench --paper ecospec")
+    names = ("6/9 train-drafter", "7/9 train-predictor", "8/9 bench --paper ecospec", "9/9 report")
     places = [shown.index(name) for name in names]
     assert places == sorted(places) and no_tables == [("draftexpert", (2,)), ("ecospec", (1, 13))]
     assert "eagle3 on held-out text" in shown and "mtp on held-out text" in shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.resources import as_file, files
 from typing import Any
 
@@ -40,8 +41,9 @@ class Paper:
         return self.tables[number]
 
 
+@cache
 def load_paper(name: str) -> Paper:
-    """The numbers of a paper by its id; MoexpError naming the papers there are."""
+    """The numbers of a paper by its id, read once and not to be changed; MoexpError naming the papers there are."""
     if name not in PAPERS:
         raise MoexpError(f"no paper {name!r}", valid=", ".join(PAPERS))
     with as_file(files(__name__) / f"{name}.yaml") as path:

@@ -1,0 +1,113 @@
+"""Which raw records a report shows: every platform and part of a paper's run folder that its tables are made of.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moexp.bench import draftexpert_data, ecospec_data
+from moexp.errors import MoexpError
+from moexp.papers import PAPERS, load_paper
+from moexp.recipe import Recipe
+from moexp.report import Measured, rebuild, run_folder
+
+PAPER_NAMES = {"draftexpert": "DraftExpert", "ecospec": "EcoSpec"}
+
+MARKS = {"draftexpert": draftexpert_data.TARGET, "ecospec": ecospec_data.TARGET}
+"""By paper, the file that its measurements leave in a run folder; one folder may hold both papers' records."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One part of a run folder.
+
+    Attributes:
+        paper: id of the paper whose tables it fills.
+        platform: where the experts were.
+        run: which of the platform's runs (temperature, gamma or batch size); empty where there is only one.
+    """
+
+    paper: str
+    platform: str
+    run: str
+    measured: Measured
+
+    @property
+    def name(self) -> str:
+        return f"{self.paper}, {self.platform}" + (f", {self.run}" if self.run else "")
+
+    def named(self) -> Measured:
+        """The records under a name that is unique in the report."""
+        return replace(self.measured, name=self.name)
+
+
+def load_sources(paper: str, folder: Path) -> list[Source]:
+    """What a run folder holds of a paper, in the order of its tables; empty where nothing is measured yet.
+
+    Raises:
+        MoexpError: steps that do not add up to their requests, or a line that is no record.
+    """
+    return list(_LOADERS[paper](folder))
+
+
+def find_runs(recipe: Recipe, paper: str | None = None, out: Path | None = None) -> dict[str, Path]:
+    """The run folder of each paper that has been measured.
+
+    Args:
+        paper: only this one.
+        out: a run folder, if it is not the recipe's own.
+
+    Raises:
+        MoexpError: an unknown paper.
+    """
+    if paper is not None:
+        load_paper(paper)
+    found = {}
+    for name in PAPERS if paper is None else (paper,):
+        folder = run_folder(recipe, out, name)
+        if (folder / "recipe.yaml").exists() and (out is None or paper is not None or (folder / MARKS[name]).exists()):
+            found[name] = folder
+    return found
+
+
+def rebuild_tables(
+    recipe: Recipe, paper: str | None = None, *, out: Path | None = None, results: Path = Path("results")
+) -> list[Path]:
+    """The tables and figures of every paper that has been measured, or of `paper` alone; returns their files.
+
+    Raises:
+        MoexpError: an unknown paper, or nothing has been measured yet.
+    """
+    if paper is not None:
+        return rebuild(recipe, paper, out=out, results=results)
+    papers = find_runs(recipe, out=out)
+    if not papers:
+        folder = run_folder(recipe) if out is None else out
+        raise MoexpError("nothing is measured", where=str(folder), valid=f"run: moexp bench --recipe {recipe.name}")
+    return [file for name in papers for file in rebuild(recipe, name, out=out, results=results)]
+
+
+def _draftexpert(folder: Path) -> Iterable[Source]:
+    run = draftexpert_data.load_run(folder)
+    for found in (*run.platforms, run.resident, run.ablation):
+        if found is not None:
+            yield Source("draftexpert", found.name, "", found)
+
+
+def _ecospec(folder: Path) -> Iterable[Source]:
+    for run in ecospec_data.load_eco_runs(folder):
+        main = run.by_temperature
+        for temperature, found in main.items():
+            yield Source("ecospec", run.platform, f"T = {temperature:g}", found)
+        for gamma, found in sorted(run.by_gamma.items()):
+            if found is not main.get(0.0):  # the main run's own gamma
+                yield Source("ecospec", run.platform, f"gamma = {gamma}", found)
+        for size, found in sorted(run.by_batch.items()):
+            yield Source("ecospec", run.platform, f"batch = {size}", found)
+
+
+_LOADERS: dict[str, Callable[[Path], Iterable[Source]]] = {"draftexpert": _draftexpert, "ecospec": _ecospec}
