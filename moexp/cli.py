@@ -289,6 +289,15 @@ def report(
     _say_files(rebuild_report(load(recipe, changes), paper, out=out), show=False)
 
 
+@command(app, "audit", "moexp audit --recipe pocket")
+def audit(recipe: RecipeOption = "pocket", changes: SetOption = None, out: OutOption = None) -> None:
+    """Calculate what the papers' own numbers imply, and check ours the same way; exit code 1 if ours disagree."""
+    from moexp.audit import run_audit
+
+    if run_audit(load(recipe, changes).name, _console(), out=out).inconsistent:
+        raise typer.Exit(1)
+
+
 def _say_files(files: list[Path], *, show: bool) -> None:
     """Names the files that were written; with `show`, prints the Markdown ones."""
     for file in files:

@@ -280,3 +280,8 @@ def byte_bound(alpha: float, top_k: int, experts_per_layer: float) -> float:
 def cycle_speedup(alpha: float, draft_tokens: int, draft_cost: float, verify_cost: float) -> float:
     """Speedup over AR that costs imply: alpha / (K d + v), d and v in one-token AR steps."""
     return alpha / (draft_tokens * draft_cost + verify_cost)
+
+
+def ratio_from_draft_speedup(speedup: float, top_k: int) -> float:
+    """L/c for which a top-1 draft step is `speedup` times as fast as a step of all `top_k`: (c + L)/(c + L/k)."""
+    return (speedup - 1) / (1 - speedup / top_k)

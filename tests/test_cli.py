@@ -33,6 +33,7 @@ FLAGS = {
     "bench": {"--recipe", "-r", "--table", "-t", "--paper", "--set", "-s", "--out", "-o"},
     "tune": {"--recipe", "-r", "--set", "-s", "--out", "-o"},
     "report": {"--recipe", "-r", "--paper", "--set", "-s", "--out", "-o"},
+    "audit": {"--recipe", "-r", "--set", "-s", "--out", "-o"},
 }
 
 

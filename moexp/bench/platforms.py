@@ -16,6 +16,7 @@ from typing import Any, Literal
 from moexp.artifacts import opened_store
 from moexp.bench.runner import Job, PromptEngine
 from moexp.errors import MoexpError
+from moexp.metrics import ratio_from_draft_speedup
 from moexp.papers import load_paper
 from moexp.runtime.decode import decode_all
 from moexp.runtime.dio import probe_bandwidth
@@ -62,11 +63,6 @@ class Platform:
     @property
     def paced(self) -> bool:
         return self.ratio is not None
-
-
-def ratio_from_draft_speedup(speedup: float, top_k: int) -> float:
-    """L/c for which a top-1 draft step is `speedup` times as fast as a step of all `top_k`: (c + L)/(c + L/k)."""
-    return (speedup - 1) / (1 - speedup / top_k)
 
 
 def cg_ratio() -> LoadRatio:
