@@ -274,6 +274,34 @@ def tune(recipe: RecipeOption = "pocket", changes: SetOption = None, out: OutOpt
     typer.echo("to use it: " + " ".join(f"--set {override}" for override in found.overrides()))
 
 
+@command(app, "platforms", "moexp platforms")
+def platforms() -> None:
+    """List the platforms that can be simulated."""
+    from rich.table import Table
+
+    from moexp.sim.platform import list_platforms
+
+    table = Table("platform", "constants", "what it is", box=None, pad_edge=False)
+    for info in list_platforms():
+        table.add_row(info.name, info.tag, info.summary)
+    _console().print(table)
+
+
+@command(app, "calibrate", "moexp calibrate --recipe pocket")
+def calibrate(
+    recipe: RecipeOption = "pocket",
+    changes: SetOption = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Write here, not to $MOEXP_HOME/platforms/this-machine.yaml."),
+    ] = None,
+) -> None:
+    """Measure this machine for a target, as a platform to simulate."""
+    from moexp.sim.calibrate import calibrate_stage
+
+    calibrate_stage(load(recipe, changes), _console(), out)
+
+
 @command(app, "report", "moexp report --recipe pocket")
 def report(
     recipe: RecipeOption = "pocket",

@@ -127,8 +127,8 @@ def valid_keys() -> list[str]:
     return [key for key, _ in _walk_schema(Sections, "")] + ["base"]
 
 
-def nearest_key(key: str) -> str:
-    """The valid dotted key most like `key`: by the whole name, or by its last part alone."""
+def nearest_key(key: str, among: Sequence[str] | None = None) -> str:
+    """The dotted key most like `key`, by the whole name or by its last part alone: of a recipe's, or of those given."""
     leaf = key.rsplit(".", 1)[-1]
 
     def likeness(candidate: str) -> tuple[float, int]:
@@ -136,7 +136,7 @@ def nearest_key(key: str) -> str:
         last = SequenceMatcher(None, leaf, candidate.rsplit(".", 1)[-1]).ratio()
         return max(whole, last - 0.1), -len(candidate)
 
-    return max(valid_keys(), key=likeness)
+    return max(valid_keys() if among is None else among, key=likeness)
 
 
 # --- reading ---

@@ -32,6 +32,8 @@ FLAGS = {
     "reproduce": {"--recipe", "-r", "--set", "-s"},
     "bench": {"--recipe", "-r", "--table", "-t", "--paper", "--set", "-s", "--out", "-o"},
     "tune": {"--recipe", "-r", "--set", "-s", "--out", "-o"},
+    "platforms": set(),
+    "calibrate": {"--recipe", "-r", "--set", "-s", "--out", "-o"},
     "report": {"--recipe", "-r", "--paper", "--set", "-s", "--out", "-o"},
     "audit": {"--recipe", "-r", "--set", "-s", "--out", "-o"},
 }
