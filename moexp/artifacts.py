@@ -178,9 +178,15 @@ def open_draft_head(recipe: Recipe, target: Target) -> DraftHead:
 
 @contextmanager
 def opened_store(target: Target, section: StoreSection) -> Iterator[ExpertStore]:
-    """The store that a recipe's section describes, closed at the end."""
+    """The store that a recipe's section describes, closed at the end.
+
+    Raises:
+        MoexpError: it is to keep the most demanded experts, and no routing trace of the target is there.
+    """
+    from moexp.runtime.cache import STATIC_HOT
     from moexp.runtime.pacing import Pacer
     from moexp.runtime.store import open_store
+    from moexp.target.load import target_identity
 
     pace = section.pace
     pacer = None if pace is None else Pacer(pace.bandwidth_gb_s * 1e9, pace.latency_us * 1e-6, pace.concurrency)
@@ -188,6 +194,7 @@ def opened_store(target: Target, section: StoreSection) -> Iterator[ExpertStore]
         target.index,
         section.kind,
         policy=section.policy,
+        demands=traced_demands(target_identity(target.folder)) if section.policy == STATIC_HOT else None,
         budget_bytes=None if section.budget_mib is None else int(section.budget_mib * 2**20),
         io_threads=section.io_threads,
         pacer=pacer,
@@ -198,6 +205,22 @@ def opened_store(target: Target, section: StoreSection) -> Iterator[ExpertStore]
         yield store
     finally:
         store.close()
+
+
+def traced_demands(fingerprint: str) -> dict[tuple[int, int], float]:
+    """How often each expert (layer, expert) is used in the longest routing trace of a target under `home()`.
+
+    Raises:
+        MoexpError: there is none.
+    """
+    from moexp.learn.trace_files import MANIFEST, expert_demands, read_manifest, read_trace
+
+    found = [(manifest.tokens, path.parent) for path in sorted((home() / "traces").glob(f"*/{MANIFEST}"))
+             if (manifest := read_manifest(path.parent)).complete and manifest.target == fingerprint]  # fmt: skip
+    if not found:
+        missing = f"static-hot needs a routing trace of target {fingerprint[:12]}"
+        raise MoexpError(missing, where=str(home() / "traces"), valid="run: moexp trace-routing")
+    return expert_demands(read_trace(max(found)[1], fingerprint))
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from moexp.artifacts import (
 from moexp.bench import ablation, draftexpert, platforms, runner, tune
 from moexp.bench import tables as bench_tables
 from moexp.bench.draftexpert_data import AR, FIXED, FULL, LOSSES, METHODS, TOP_1_FULL, TRUNCATED
-from moexp.bench.replay import Costs, Cycle, RecordingEngine, Setting, estimate, record_cycles
+from moexp.bench.replay import Costs, Cycle, Setting, estimate, record_cycles
 from moexp.bench.runner import Job, PromptEngine, begin_run, is_complete, make_jobs, run_methods, select_prompts
 from moexp.errors import MoexpError
 from moexp.learn.build import build_target
@@ -351,7 +351,7 @@ def test_recorded_cycles_are_those_of_the_decoding(recipe: Recipe, target: Targe
     job = jobs_of(target, 1)[0]
     method = Method(drafter="draft-expert", max_draft=3)
     with opened_store(target, StoreSection(kind="resident")) as store:
-        engine = RecordingEngine(target, store, draft_experts=experts)
+        engine = PromptEngine(target, store, draft_experts=experts)
         cycles, costs = record_cycles(engine, [job], method, max_new_tokens=12, stop_ids=frozenset())
         steps, _ = decode_all(engine, job.prompt_ids, method, Sampling(), max_new_tokens=12)
     drafted = [step for step in steps if step.drafted]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import statistics
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from moexp.provenance import collect_provenance
 from moexp.report import PROBE, PROVENANCE, invocations, read_json
 from moexp.runtime.forward import Engine
 from moexp.runtime.method import Method
+from moexp.runtime.recording import Recorder
+from moexp.runtime.recording_file import RecordingInfo, RoutingGeometry
 from moexp.runtime.store import ExpertStore
 from moexp.runtime.verify import Sampling
 from moexp.schema import StoreSection
@@ -78,8 +81,11 @@ def measure_on(
     keep_provenance(place, sampling.seed)
     known = probed or kept_probe(platform, target, base, (*warmup, *jobs)[0], place)
     link = known["bandwidth_bytes_s"][0] if platform.paced else None
-    opening = opened_store(target, store_section(platform, base, link)) if store is None else nullcontext(store())
-    with opening as opened:
+    section = store_section(platform, base, link)
+    with ExitStack() as held:
+        opened = held.enter_context(opened_store(target, section)) if store is None else store()
+        info = recording_info(target, opened, section, methods)
+        recorder = held.enter_context(Recorder(place, info, done)) if batch == 1 else None
         run_methods(
             PromptEngine(target, opened, draft_experts=experts) if engines is None else engines(opened),
             jobs,
@@ -93,9 +99,31 @@ def measure_on(
             warmup=warmup,
             warmup_tokens=2 if platform.paced else 8,
             batch=batch,
+            recorder=recorder,
             after_prompt=lambda: None if probed else sample_link(platform, target, opened, known, place),
         )
     return True
+
+
+def recording_info(
+    target: Target, store: ExpertStore, section: StoreSection, methods: Sequence[Method]
+) -> RecordingInfo:
+    """What a recording of these methods on this store is of."""
+    spec, source = target.spec, getattr(store, "source", None)
+    moved = store.expert_bytes
+    if source is not None:
+        moved = round(statistics.fmean(source.plan(key).moved_bytes for key in target.index.keys))
+    return RecordingInfo(
+        target.fingerprint,
+        RoutingGeometry(spec.moe_layers, spec.num_experts, spec.top_k),
+        {
+            **section.model_dump(mode="json"),
+            "capacity": getattr(store, "capacity", None),
+            "expert_bytes": store.expert_bytes,
+            "moved_bytes": moved,
+        },
+        {method.label: dataclasses.asdict(method) for method in methods},
+    )
 
 
 def sample_link(platform: Platform, target: Target, store: ExpertStore, probed: dict[str, Any], place: Path) -> None:

@@ -11,17 +11,16 @@ Shape suffixes: L MoE layers, k top-k, B rows of a verified block.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from moexp.bench.runner import Job, PromptEngine
+from moexp.bench.runner import Job
 from moexp.runtime.decode import decode
-from moexp.runtime.forward import Block, Lane, StepOut
+from moexp.runtime.forward import Engine
 from moexp.runtime.method import Method
-from moexp.runtime.moe import StepPath
+from moexp.runtime.recording import PassLog
 from moexp.runtime.select import Truncation
 from moexp.runtime.verify import Sampling
 
@@ -63,22 +62,8 @@ class Costs:
     load_s: float
 
 
-class RecordingEngine(PromptEngine):
-    """Logs (routed experts that a row ran, routing [L, B, k]) of every step."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.log: list[tuple[int | None, np.ndarray]] = []
-        super().__init__(*args, **kwargs)
-
-    def run_many(self, blocks: Sequence[Block], lanes: Sequence[Lane], path: StepPath) -> list[StepOut]:
-        """As the engine's."""
-        outs = super().run_many(blocks, lanes, path)
-        self.log += [(path.top_r, out.routing_LBk) for out in outs]
-        return outs
-
-
 def record_cycles(
-    engine: RecordingEngine, jobs: Iterable[Job], method: Method, *, max_new_tokens: int, stop_ids: frozenset[int]
+    engine: Engine, jobs: Iterable[Job], method: Method, *, max_new_tokens: int, stop_ids: frozenset[int]
 ) -> tuple[list[Cycle], Costs]:
     """Decodes the jobs greedily by `method` (fixed K, the longest) and keeps every cycle.
 
@@ -88,12 +73,11 @@ def record_cycles(
     cycles: list[Cycle] = []
     draft_s: list[float] = []
     verify_s: list[float] = []
+    engine.observer = log = PassLog()
     for job in jobs:
         running = decode(engine, job.prompt_ids, method, Sampling(), max_new_tokens=max_new_tokens, stop_ids=stop_ids)
-        engine.log.clear()
         for step in running:
-            *drafts, (_, verified_LBk) = engine.log
-            engine.log.clear()
+            *drafts, verified = [one for one in log.take() if one.phase in ("draft", "verify")]
             verify_s.append(step.verify_s)
             if not drafts:
                 continue
@@ -101,9 +85,9 @@ def record_cycles(
             cycles.append(
                 Cycle(
                     confidences=step.confidences,
-                    predicted=[_layer_experts(engine, routing_L1k[:, 0]) for _, routing_L1k in drafts],
-                    drafted=[_ids(engine, routing_L1k[:, 0, :top_r]) for top_r, routing_L1k in drafts],
-                    verified=[_ids(engine, verified_LBk[:, row]) for row in range(verified_LBk.shape[1])],
+                    predicted=[_layer_experts(engine, one.routing[:, 0]) for one in drafts],
+                    drafted=[_ids(engine, one.routing[:, 0, : one.top_r]) for one in drafts],
+                    verified=[_ids(engine, verified.routing[:, row]) for row in range(verified.routing.shape[1])],
                     accepted=step.accepted,
                 )
             )
@@ -138,9 +122,9 @@ def estimate(cycles: Iterable[Cycle], setting: Setting, costs: Costs) -> float:
     return tokens / seconds if seconds else 0.0
 
 
-def _ids(engine: RecordingEngine, routing_Lk: np.ndarray) -> frozenset[int]:
+def _ids(engine: Engine, routing_Lk: np.ndarray) -> frozenset[int]:
     return frozenset(engine.expert_ids(routing_Lk))
 
 
-def _layer_experts(engine: RecordingEngine, routing_Lk: np.ndarray) -> np.ndarray:
+def _layer_experts(engine: Engine, routing_Lk: np.ndarray) -> np.ndarray:
     return np.array(engine.expert_ids(routing_Lk)).reshape(routing_Lk.shape)

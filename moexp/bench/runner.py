@@ -3,15 +3,16 @@
 Speed drifts from minute to minute, so methods are compared only where they took turns: all of them decode a prompt
 before any decodes the next, and the order rotates so that none always goes first.
 
-A platform's folder holds `settings.json` (what was measured), `steps.jsonl` and `requests.jsonl`. The request is the
-unit of resuming: its steps are written first and its record last, so a pair (prompt, method) is either complete or
-measured again.
+A platform's folder holds `settings.json` (what was measured), `steps.jsonl`, `requests.jsonl` and `routing.parquet` (what
+was asked of the store; not of batches). The request is the unit of resuming: its steps are written first and its record
+last, so a pair (prompt, method) is either complete or measured again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,8 @@ from moexp.runtime.decode import decode_all
 from moexp.runtime.decode_batch import decode_batch
 from moexp.runtime.forward import Engine
 from moexp.runtime.method import Method
+from moexp.runtime.recording import PARTS, WARMUP, Recorder
+from moexp.runtime.recording_file import ROUTING
 from moexp.runtime.store import ExpertStore
 from moexp.runtime.verify import Sampling
 
@@ -108,9 +111,10 @@ def begin_run(folder: Path, settings: dict[str, Any]) -> set[tuple[int, str]]:
     settings = json.loads(json.dumps(settings))
     kept = _read_settings(folder / SETTINGS)
     if kept != settings:
-        for name in (SETTINGS, PROBE, PROVENANCE, STEPS, REQUESTS):
+        for name in (SETTINGS, PROBE, PROVENANCE, STEPS, REQUESTS, ROUTING):
             if (folder / name).exists():
                 (folder / name).replace(folder / f"{name}.old")
+        shutil.rmtree(folder / PARTS, ignore_errors=True)
         atomic.write_json(folder / SETTINGS, settings)
         return set()
     done = {(record.request, record.method) for record in _resume(folder / REQUESTS, RequestRecord)}
@@ -142,6 +146,7 @@ def run_methods(
     warmup_tokens: int = 8,
     after_prompt: Callable[[], None] = lambda: None,
     batch: int = 1,
+    recorder: Recorder | None = None,
 ) -> None:
     """Decodes every job by every method and appends the records to `folder`.
 
@@ -152,12 +157,19 @@ def run_methods(
         warmup: jobs decoded first, not counted, `warmup_tokens` each by every method.
         after_prompt: called whenever the methods are through with a prompt (or a batch of them).
         batch: jobs decoded together.
+        recorder: given what every request asks of the store; not for batches.
     """
+    assert recorder is None or batch == 1, "a batch's passes cannot be told apart"
     labels = [method.label for method in methods]
     assert len(set(labels)) == len(labels), labels
     total = len(jobs) * len(methods)
     measured = 0
-    engine_of: Callable[[Method], Engine] = (lambda method: engine) if isinstance(engine, Engine) else engine
+
+    def engine_of(method: Method) -> Engine:
+        chosen = engine if isinstance(engine, Engine) else engine(method)
+        chosen.observer = recorder.log if recorder is not None else None
+        return chosen
+
     with (
         RecordWriter(folder / STEPS) as steps_file,
         RecordWriter(folder / REQUESTS) as requests_file,
@@ -165,7 +177,10 @@ def run_methods(
     ):
         for job in warmup:
             for method in methods:
-                _decode(engine_of(method), job, method, sampling, min(warmup_tokens, max_new_tokens), stop_ids)
+                tokens = min(warmup_tokens, max_new_tokens)
+                steps, record = _decode(engine_of(method), job, method, sampling, tokens, stop_ids)
+                if recorder is not None:
+                    recorder.keep(WARMUP, record.workload, record.method, steps)
         groups = [jobs[begin : begin + batch] for begin in range(0, len(jobs), batch)]
         for place, group in enumerate(groups):
             before = measured
@@ -180,6 +195,8 @@ def run_methods(
                 for step in steps:
                     if step.request in missing:
                         steps_file.write(step)
+                if recorder is not None:
+                    recorder.keep(records[0].request, records[0].workload, method.label, steps)
                 for record in records:
                     if record.request in missing:
                         # Methods share the prompt's prefill: its time is that of the one that ran it.

@@ -19,8 +19,8 @@ from moexp import atomic, metrics
 from moexp.artifacts import draft_folder, find_target, method_of, open_draft_experts, open_target, opened_store
 from moexp.bench.measure import measure_on, weights_hash
 from moexp.bench.platforms import Platform, find_platform, probe, sample_bandwidth
-from moexp.bench.replay import RecordingEngine, Setting, estimate, record_cycles
-from moexp.bench.runner import Job, make_jobs, tuning_prompts
+from moexp.bench.replay import Setting, estimate, record_cycles
+from moexp.bench.runner import Job, PromptEngine, make_jobs, tuning_prompts
 from moexp.compute import prepare
 from moexp.errors import MoexpError
 from moexp.metrics import Ratio
@@ -131,7 +131,7 @@ def estimates(
         probed: of the platform; its link and the size of its experts count.
     """
     with stage("Record drafts", None), opened_store(target, StoreSection(kind="resident")) as store:
-        engine = RecordingEngine(target, store, draft_experts=experts)
+        engine = PromptEngine(target, store, draft_experts=experts)
         longest = Method(drafter="draft-expert", max_draft=max(recipe.tune.max_draft))
         cycles, costs = record_cycles(
             engine, jobs, longest, max_new_tokens=recipe.tune.max_new_tokens, stop_ids=target.stop_ids

@@ -200,6 +200,20 @@ def read_trace(folder: Path, fingerprint: str | None = None) -> Trace:
     return Trace(folder, manifest)
 
 
+def expert_demands(trace: Trace) -> dict[tuple[int, int], float]:
+    """How many tokens of a trace use each expert, by (decoder layer, expert); experts that none uses included."""
+    geometry = trace.geometry
+    counts_LE = np.zeros((len(geometry.layers), geometry.num_experts), dtype=np.int64)
+    for shard in trace.shards():
+        for place, used_Tk in enumerate(shard.experts_TLk.swapaxes(0, 1)):
+            counts_LE[place] += np.bincount(used_Tk.ravel(), minlength=geometry.num_experts)
+    return {
+        (layer, expert): float(count)
+        for layer, counts_E in zip(geometry.layers, counts_LE.tolist(), strict=True)
+        for expert, count in enumerate(counts_E)
+    }
+
+
 def shard_problem(folder: Path, entry: ShardEntry) -> str:
     """What is wrong with a shard's file, or nothing."""
     path = folder / entry.file

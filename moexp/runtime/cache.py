@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Protocol
 
 from moexp.errors import MoexpError
-from moexp.target.experts import ExpertKey
+
+if TYPE_CHECKING:  # the simulator runs this without torch
+    from moexp.target.experts import ExpertKey
 
 
 class CachePolicy(Protocol):
     """Orders the experts that are in memory or on their way.
 
-    `keeps`: whether experts stay from one decoding cycle to the next. `on_insert` is told of every expert that starts
+    `keeps`: whether experts stay from one decoding cycle to the next. `spares_cycle`: whether a demand is to give up
+    experts of its own cycle only when nothing else is left (so all but one that knows the future). `on_insert` is told of every expert that starts
     to come in, `on_demand` of every demand (for a miss: after `on_insert`), `on_drop` of every expert that leaves.
     `victim` names the first expert, in the policy's order, that `allowed` accepts; it does not drop it.
     """
 
     keeps: bool
+    spares_cycle: bool
 
     def on_insert(self, key: ExpertKey) -> None: ...
 
@@ -34,6 +39,7 @@ class LeastRecent:
     """Gives up what was demanded (or came in) longest ago."""
 
     keeps = True
+    spares_cycle = True
 
     def __init__(self) -> None:
         self._order: OrderedDict[ExpertKey, None] = OrderedDict()
@@ -65,6 +71,7 @@ class LeastFrequent:
     """
 
     keeps = True
+    spares_cycle = True
 
     def __init__(self) -> None:
         self._demands: dict[ExpertKey, int] = {}
@@ -110,15 +117,107 @@ class LeastFrequent:
         return found
 
 
-POLICIES: dict[str, Callable[[], CachePolicy]] = {"none": Cold, "lru": LeastRecent, "lfu": LeastFrequent}
+class LeastStale:
+    """Gives up what will not be needed for longest if layers are walked in order, pass after pass (arXiv 2602.03921).
+
+    A pass is one walk through the layers; it begins where a demand is of an earlier layer than the one before, or of
+    an expert that the pass has demanded already. First go experts that the present pass has not used ("stale") in
+    layers that it is through with, then stale ones in layers ahead, last those of the present pass. Of each group goes
+    what was used in the oldest pass; within a pass, the first layer of those passed, the last of those ahead. The paper
+    leaves open what holds for predicted experts: here they count as used in the pass that predicted them.
+    """
+
+    keeps = True
+    spares_cycle = True
+
+    def __init__(self) -> None:
+        self._pass = 0
+        self._layer = -1  # that was demanded last
+        self._demanded: set[ExpertKey] = set()  # in the present pass
+        self._last: dict[ExpertKey, int] = {}  # of present experts: pass of the last use
+        self._by_layer: dict[int, OrderedDict[ExpertKey, None]] = {}  # by last use, so by last pass too
+
+    def on_insert(self, key: ExpertKey) -> None:
+        self._last[key] = self._pass
+        self._by_layer.setdefault(key[0], OrderedDict())[key] = None
+
+    def on_demand(self, key: ExpertKey) -> None:
+        if key[0] < self._layer or key in self._demanded:
+            self._pass += 1
+            self._demanded.clear()
+        self._layer = key[0]
+        self._demanded.add(key)
+        self._last[key] = self._pass
+        self._by_layer[key[0]].move_to_end(key)
+
+    def on_drop(self, key: ExpertKey) -> None:
+        if self._last.pop(key, None) is not None:
+            del self._by_layer[key[0]][key]
+
+    def victim(self, allowed: Callable[[ExpertKey], bool]) -> ExpertKey | None:
+        found: ExpertKey | None = None
+        best: tuple[bool, bool, int, int] | None = None
+        for layer, keys in self._by_layer.items():
+            key = next((key for key in keys if allowed(key)), None)
+            if key is not None:
+                last, ahead = self._last[key], layer > self._layer
+                rank = (last == self._pass, ahead, last, -layer if ahead else layer)
+                if best is None or rank < best:
+                    found, best = key, rank
+        return found
 
 
-def make_policy(name: str) -> CachePolicy:
+class StaticHot:
+    """Gives up what was demanded least in a histogram that never changes: the most demanded experts stay for good.
+
+    Args:
+        demands: how often each expert was demanded, in any unit; experts that it lacks go first.
+    """
+
+    keeps = True
+    spares_cycle = True
+
+    def __init__(self, demands: Mapping[ExpertKey, float]) -> None:
+        self._demands = demands
+        self._present: list[tuple[float, ExpertKey]] = []  # sorted
+
+    def on_insert(self, key: ExpertKey) -> None:
+        insort(self._present, (self._demands.get(key, 0), key))
+
+    def on_demand(self, key: ExpertKey) -> None:
+        pass
+
+    def on_drop(self, key: ExpertKey) -> None:
+        item = (self._demands.get(key, 0), key)
+        place = bisect_left(self._present, item)
+        if self._present[place : place + 1] == [item]:
+            del self._present[place]
+
+    def victim(self, allowed: Callable[[ExpertKey], bool]) -> ExpertKey | None:
+        return next((key for _, key in self._present if allowed(key)), None)
+
+
+STATIC_HOT = "static-hot"  # the one policy that has to be given something
+POLICIES: dict[str, Callable[[Mapping[ExpertKey, float]], CachePolicy]] = {
+    "none": lambda demands: Cold(),
+    "lru": lambda demands: LeastRecent(),
+    "lfu": lambda demands: LeastFrequent(),
+    "least-stale": lambda demands: LeastStale(),
+    STATIC_HOT: StaticHot,
+}
+
+
+def make_policy(name: str, demands: Mapping[ExpertKey, float] | None = None) -> CachePolicy:
     """A new policy by its recipe name.
 
+    Args:
+        demands: how often each expert was demanded, for "static-hot".
+
     Raises:
-        MoexpError: there is no such policy.
+        MoexpError: there is no such policy, or it lacks its histogram.
     """
     if name not in POLICIES:
         raise MoexpError(f"unknown cache policy {name!r}", where="store.policy", valid=", ".join(POLICIES))
-    return POLICIES[name]()
+    if name == STATIC_HOT and demands is None:
+        raise MoexpError(f"{name} without a histogram", where="store.policy", valid="one from a routing trace")
+    return POLICIES[name](demands or {})

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -74,6 +74,16 @@ class Block:
     parents: Sequence[int] | None = None
 
 
+class EngineObserver(Protocol):
+    """Told of everything that an engine asks of its store. What it is given is kept by nobody else."""
+
+    def passed(self, path: StepPath, routings: list[list[np.ndarray]]) -> None:
+        """A step is through the layers: each block's live rows' ids [B, k] by MoE layer, by descending gate."""
+
+    def prefetched(self, routing_Lk: np.ndarray) -> None:
+        """Experts of one token were announced outside of a step."""
+
+
 class Engine:
     """Runs steps of a target. One request at a time: `start`, then steps, each of which extends the cache.
 
@@ -91,6 +101,9 @@ class Engine:
         restructured: use the restructured attention, routing and feed-forward where the family has them;
             otherwise transformers' own modules throughout.
         pack: keep packed copies of the resident weights (bf16 on CPU only).
+
+    Attributes:
+        observer: told of every step and prefetch; None: nobody.
     """
 
     def __init__(
@@ -132,6 +145,7 @@ class Engine:
         )
         self._layer_offsets_L1 = np.arange(len(self.spec.moe_layers))[:, None] * self.spec.num_experts
         self._capacity = 0
+        self.observer: EngineObserver | None = None
         self.lane: Lane
         self.start(self.kv_multiple)
 
@@ -244,6 +258,8 @@ class Engine:
         """Launch transfers of the experts that a token is predicted to use (of each layer the first `top`; None: all);
         returns how many were launched.
         """
+        if self.observer is not None:
+            self.observer.prefetched(routing_Lk[:, :top])
         layers = zip(self.spec.moe_layers, routing_Lk[:, :top].tolist(), strict=True)
         return self.store.prefetch([(layer, expert) for layer, chosen in layers for expert in chosen])
 
@@ -285,6 +301,8 @@ class Engine:
             lane.tree_start, lane.tree_kept = start, context.kept
             kept = start + live if block.parents is None else start
             lane.cache.crop(kept - lane.cache.length)
+        if self.observer is not None:
+            self.observer.passed(path, routings)
         return list(zip(xs, routings, strict=True))
 
     def _context(self, rows: int, cache: BlockCache, parents: Sequence[int] | None) -> BlockContext:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from moexp.errors import MoexpError
-from moexp.runtime.drafters import DRAFTERS
 from moexp.runtime.select import Truncation
 from moexp.runtime.tree import TreeShape
 from moexp.runtime.tree_select import SelectorOptions, make_selector
@@ -96,6 +95,8 @@ def check_method(method: Method, engine: Engine) -> None:
     Raises:
         MoexpError: an unknown name, a number out of range, or draft experts that are not loaded.
     """
+    from moexp.runtime.drafters import DRAFTERS  # plain data needs no torch, running it does
+
     if method.is_ar:
         return
     if method.drafter == HEAD:

@@ -6,11 +6,13 @@ The stores drive it with real transfers, the simulator with recorded routing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moexp.runtime.cache import CachePolicy
 from moexp.runtime.counters import Phase, StoreCounters
-from moexp.target.experts import ExpertKey
+
+if TYPE_CHECKING:  # the simulator runs this without torch
+    from moexp.target.experts import ExpertKey
 
 
 class Entry:
@@ -50,6 +52,7 @@ class Residency:
     ) -> None:
         self.entries: dict[ExpertKey, Entry] = {}
         self._policy = policy
+        self._spares_cycle = policy.spares_cycle
         self._capacity = capacity
         self._counters = counters
         self._on_drop = drop
@@ -220,6 +223,9 @@ class Residency:
         def spent(key: ExpertKey) -> bool:
             return idle(key) and not table[key].unused
 
+        if urgent and not self._spares_cycle:
+            key = self._policy.victim(idle)
+            return None if key is None else table[key]
         key = self._policy.victim(stale) if self._touched < len(table) else None
         if key is None and urgent:
             key = self._policy.victim(spent) or self._policy.victim(idle)

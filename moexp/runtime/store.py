@@ -301,6 +301,7 @@ def open_store(
     kind: str = "disk",
     *,
     policy: str = "none",
+    demands: Mapping[ExpertKey, float] | None = None,
     budget_bytes: int | None = None,
     io_threads: int = 8,
     pacer: Pacer | None = None,
@@ -315,7 +316,8 @@ def open_store(
         index: where the experts are.
         kind: "resident" (all in the device's memory, nothing moves), "host" (all in host memory, copied into slots) or
             "disk" (read into slots).
-        policy: "none", "lru" or "lfu"; a resident store needs none.
+        policy: a key of `cache.POLICIES`; a resident store needs none.
+        demands: how often each expert was demanded, for the policy "static-hot".
         dtype: of the weights served; by default as stored. The disk store converts nothing.
         device: where they are served; the disk store serves host memory only.
         budget_bytes, io_threads, pacer, prefetch_threads, poison: as in `SlotStore`.
@@ -326,7 +328,7 @@ def open_store(
     """
     if kind not in STORE_KINDS:
         raise MoexpError(f"unknown store kind {kind!r}", where="store.kind", valid=", ".join(STORE_KINDS))
-    rule = make_policy(policy)
+    rule = make_policy(policy, demands)
     dtype, device = dtype or index.dtype, torch.device(device)
     if kind == "disk" and (dtype != index.dtype or device.type != "cpu"):
         wanted = f"experts on disk are {index.dtype} and go to host memory, not {dtype} on {device}"

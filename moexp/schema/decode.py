@@ -70,8 +70,9 @@ class StoreSection(Section):
     """Where expert weights are and how they arrive."""
 
     kind: Literal["resident", "host", "disk"] = "disk"
-    policy: Literal["none", "lru", "lfu"] = "none"
-    """What stays from one cycle to the next; `none` is the papers' cold setting."""
+    policy: Literal["none", "lru", "lfu", "least-stale", "static-hot"] = "none"
+    """What stays from one cycle to the next; `none` is the papers' cold setting. `static-hot` keeps the experts that the
+    target's routing trace has most often (`moexp trace-routing`)."""
     budget_mib: PositiveFloat | None = None
     """Accelerator-side slots; null gives what one cycle needs at most."""
     io_threads: Positive = 8

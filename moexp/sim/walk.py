@@ -1,0 +1,132 @@
+"""What a simulated machine walks through: cycles of steps, as layer-by-layer lists of keys.
+
+Pure data, prepared once and walked as often as there are settings. Shapes: L MoE layers, B rows, k experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moexp.runtime.counters import Phase
+from moexp.runtime.recording_file import PREFETCH, RecordedCycle, RecordedPass
+
+if TYPE_CHECKING:
+    from moexp.target.experts import ExpertKey
+
+Keys = list["ExpertKey"]
+Table = Sequence[Sequence["ExpertKey"]]
+"""Keys by place of the MoE layer and expert: made once, so that no key is made twice."""
+
+
+def key_table(layers: Iterable[int], num_experts: int) -> Table:
+    """The table of decoder layers `layers`."""
+    return [[(layer, expert) for expert in range(num_experts)] for layer in layers]
+
+
+@dataclass
+class Step:
+    """One step through the layers.
+
+    Attributes:
+        demands: keys that each MoE layer demands, in the order of `moexp.runtime.moe.MoELayer`.
+        beyond: keys that each layer announces once it has demanded; None: nothing.
+        chosen: experts that all rows together choose in a layer.
+    """
+
+    phase: Phase
+    rows: int
+    draft_experts: bool
+    chosen: int
+    demands: list[Keys]
+    beyond: list[Keys] | None = None
+
+    @cached_property
+    def tokens_layers(self) -> int:
+        """Rows times MoE layers."""
+        return self.rows * len(self.demands)
+
+
+@dataclass
+class Announcement:
+    """A prefetch outside of a step."""
+
+    keys: Keys
+
+
+@dataclass
+class Cycle:
+    """Begin-cycle, then its events. `emitted` tokens come of it (0: a prefill chunk)."""
+
+    events: list[Step | Announcement] = field(default_factory=list)
+    emitted: int = 0
+
+    @property
+    def tokens_layers(self) -> int:
+        """Rows times MoE layers of all steps."""
+        return sum(event.tokens_layers for event in self.events if isinstance(event, Step))
+
+
+def make_step(table: Table, one: RecordedPass) -> Step:
+    """The step that a recorded pass asked of the store."""
+    return routed_step(
+        table,
+        one.routing,
+        one.phase,  # type: ignore[arg-type]
+        top_r=one.top_r,
+        draft_experts=one.draft_experts,
+        prefetch=one.prefetch,
+        prefetch_top=one.prefetch_top,
+    )
+
+
+def routed_step(
+    table: Table,
+    routing_LBk: np.ndarray,
+    phase: Phase,
+    *,
+    top_r: int | None = None,
+    draft_experts: bool = False,
+    prefetch: bool = False,
+    prefetch_top: int | None = None,
+) -> Step:
+    """A step by `moexp.runtime.moe.StepPath`'s rules.
+
+    Args:
+        routing_LBk: the routers' top-k of each row, by descending gate.
+    """
+    beyond = None
+    if prefetch and top_r is not None and routing_LBk[:, :, top_r:prefetch_top].shape[2]:
+        beyond = unions(table, routing_LBk[:, :, top_r:prefetch_top])
+    used_LBr = routing_LBk[:, :, :top_r]
+    rows, width = used_LBr.shape[1:]
+    return Step(phase, rows, draft_experts, rows * width, unions(table, used_LBr), beyond)
+
+
+def unions(table: Table, ids_LBr: np.ndarray) -> list[Keys]:
+    """Each layer's distinct keys: one row's by descending gate, several rows' by expert, as the runtime asks for them."""
+    if ids_LBr.shape[1] == 1:
+        return [[keys[expert] for expert in row] for keys, row in zip(table, ids_LBr[:, 0].tolist(), strict=True)]
+    flat = ids_LBr.reshape(len(ids_LBr), -1).tolist()
+    return [[keys[expert] for expert in sorted(set(ids))] for keys, ids in zip(table, flat, strict=True)]
+
+
+def announcement(table: Table, routing_Lk: np.ndarray) -> Announcement:
+    """The experts of one token over all layers (`moexp.runtime.forward.Engine.prefetch`)."""
+    rows = routing_Lk.tolist()
+    return Announcement([keys[expert] for keys, row in zip(table, rows, strict=True) for expert in row])
+
+
+def make_cycle(table: Table, recorded: RecordedCycle) -> Cycle:
+    """A recorded cycle, exactly as it was asked of the store."""
+    events: list[Step | Announcement] = []
+    for one in recorded.passes:
+        if one.phase == PREFETCH:
+            events.append(announcement(table, one.routing[:, 0]))
+        else:
+            events.append(make_step(table, one))
+    return Cycle(events, recorded.emitted)
