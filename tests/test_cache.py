@@ -14,25 +14,43 @@ from moexp.runtime.counters import PHASES, Phase, StoreCounters
 from moexp.runtime.residency import Residency
 
 KEYS = [(layer, expert) for layer in (1, 2) for expert in range(4)]
+DEMANDS = {key: (7 * place) % 5 for place, key in enumerate(KEYS[:6])}
 some_keys = st.lists(st.sampled_from(KEYS), max_size=4, unique=True)
 
 
 def test_unknown_policy_lists_the_known():
-    with pytest.raises(MoexpError, match="belady2.*none, lru, lfu"):
+    with pytest.raises(MoexpError, match="belady2.*none, lru, lfu, least-stale, static-hot"):
         make_policy("belady2")
+    with pytest.raises(MoexpError, match="static-hot without a histogram"):
+        make_policy("static-hot")
 
 
 class Ranking:
     """What a policy should answer: the whole history, sorted when asked."""
 
     def __init__(self, name: str) -> None:
-        self.frequent = name == "lfu"
+        self.name = name
         self.history: list[tuple[str, tuple[int, int]]] = []
 
     def rank(self, key):
         touched = max(n for n, (_, other) in enumerate(self.history) if other == key)
-        demands = sum(event == "demand" and other == key for event, other in self.history)
-        return (demands, touched) if self.frequent else touched
+        if self.name == "lfu":
+            return sum(event == "demand" and other == key for event, other in self.history), touched
+        if self.name == "static-hot":
+            return DEMANDS.get(key, 0), key
+        return self.staleness(key, touched) if self.name == "least-stale" else touched
+
+    def staleness(self, key, touched):
+        number, layer, last, demanded = 0, -1, {}, set()
+        for event, other in self.history:
+            if event == "demand":
+                if other[0] < layer or other in demanded:
+                    number, demanded = number + 1, set()
+                layer = other[0]
+                demanded.add(other)
+            last[other] = number
+        ahead = key[0] > layer
+        return last[key] == number, ahead, last[key], -key[0] if ahead else key[0], touched
 
     def victim(self, keys):
         return min(keys, key=self.rank, default=None)
@@ -41,7 +59,7 @@ class Ranking:
 @pytest.mark.parametrize("name", POLICIES)
 @given(data=st.data())
 def test_victims(name, data):
-    policy, ranking, present = make_policy(name), Ranking(name), set()
+    policy, ranking, present = make_policy(name, DEMANDS), Ranking(name), set()
     for _ in range(data.draw(st.integers(1, 60))):
         key = data.draw(st.sampled_from(KEYS))
         action = data.draw(st.sampled_from(["touch", "touch", "drop", "victim"]))
@@ -201,7 +219,7 @@ def test_residency(policy, data):
     model = Model(policy, capacity)
     counters = StoreCounters()
     residency = Residency(
-        make_policy(policy), capacity, counters, lambda entry: None, lambda entry: entry.payload != "begun"
+        make_policy(policy, DEMANDS), capacity, counters, lambda entry: None, lambda entry: entry.payload != "begun"
     )
     tickets: list = []
     for _ in range(data.draw(st.integers(1, 40))):

@@ -132,7 +132,7 @@ def pool_of(store: SlotStore) -> TransferPool:
 def marked_store(policy="none", capacity=None, source=None, **options) -> SlotStore:
     return SlotStore(
         source or MarkedSource(),
-        make_policy(policy),
+        make_policy(policy, {}),
         dtype=torch.float32,
         expert_bytes=EXPERT_BYTES,
         budget_bytes=None if capacity is None else capacity * EXPERT_BYTES,

@@ -6,6 +6,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import TYPE_CHECKING, Protocol
 
 from moexp.errors import MoexpError
@@ -155,16 +156,25 @@ class LeastStale:
             del self._by_layer[key[0]][key]
 
     def victim(self, allowed: Callable[[ExpertKey], bool]) -> ExpertKey | None:
-        found: ExpertKey | None = None
-        best: tuple[bool, bool, int, int] | None = None
-        for layer, keys in self._by_layer.items():
-            key = next((key for key in keys if allowed(key)), None)
-            if key is not None:
-                last, ahead = self._last[key], layer > self._layer
-                rank = (last == self._pass, ahead, last, -layer if ahead else layer)
-                if best is None or rank < best:
-                    found, best = key, rank
-        return found
+        # Within a layer they stand by rank already: the layers' first ones are merged, and as few as possible asked for.
+        waiting = [iter(keys) for keys in self._by_layer.values() if keys]
+        firsts = [(*self._rank(key), key, place) for place, keys in enumerate(waiting) for key in islice(keys, 1)]
+        heapq.heapify(firsts)
+        while firsts:
+            *_, key, place = firsts[0]
+            if allowed(key):
+                return key
+            key = next(waiting[place], None)
+            if key is None:
+                heapq.heappop(firsts)
+            else:
+                heapq.heapreplace(firsts, (*self._rank(key), key, place))
+        return None
+
+    def _rank(self, key: ExpertKey) -> tuple[bool, bool, int, int]:
+        layer, last = key[0], self._last[key]
+        ahead = layer > self._layer
+        return last == self._pass, ahead, last, -layer if ahead else layer
 
 
 class StaticHot:

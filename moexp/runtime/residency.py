@@ -97,43 +97,52 @@ class Residency:
     def demand(self, keys: Sequence[ExpertKey], phase: Phase) -> tuple[list[Entry], list[Entry], list[Entry]]:
         """Pin distinct keys: (their entries in order, of these the ones to bring in, the ones already on their way)."""
         assert len(set(keys)) == len(keys), "an expert demanded twice in one request"
-        table, policy = self.entries, self._policy
-        late, absent = [], []
+        table, cycle, on_demand = self.entries, self._cycle, self._policy.on_demand
+        entries, late, absent = [], [], []
         for key in keys:
             entry = table.get(key)
             if entry is None:
                 absent.append(key)
                 continue
+            entries.append(entry)
             entry.pins += 1
-            self._touch(entry)
+            entry.expired = False
+            if entry.cycle != cycle:
+                entry.cycle = cycle
+                self._touched += 1
             if entry.unused:
                 entry.unused = False
                 self._counters.used += 1
             if not entry.ready:
                 late.append(entry)
                 self._announced.get(key[0], {}).pop(key, None)
-            policy.on_demand(key)
-        if phase != "draft":  # drafting runs ahead of the layers that its prefetches are for
+            on_demand(key)
+        if phase != "draft" and self._announced:  # drafting runs ahead of the layers that its prefetches are for
             for layer in {key[0] for key in keys}:
                 self._cancel_layer(layer)
         missing = []
+        full = self._capacity is not None
         for key in absent:  # after everything present is pinned
-            self._make_room(urgent=True)
+            if full:
+                self._make_room(urgent=True)
             entry = self._insert(key, phase)
             entry.pins = 1
-            policy.on_demand(key)
+            on_demand(key)
             missing.append(entry)
+        if absent:
+            entries = [table[key] for key in keys]
         for counts in (self._counters, self._counters.phases[phase]):
             counts.demanded += len(keys)
             counts.missed += len(missing)
             counts.late += len(late)
             counts.hit += len(keys) - len(missing) - len(late)
-        return [table[key] for key in keys], missing, late
+        return entries, missing, late
 
     def landed(self, entry: Entry, moved_bytes: int) -> None:
         """The entry's expert has come in."""
         entry.ready = True
-        self._announced.get(entry.key[0], {}).pop(entry.key, None)
+        if entry.unused:
+            self._announced.get(entry.key[0], {}).pop(entry.key, None)
         counters = self._counters
         counters.read_bytes += moved_bytes
         if entry.phase is None:
@@ -143,7 +152,8 @@ class Residency:
             counters.phases[entry.phase].demand_bytes += moved_bytes
         if entry.expired and not entry.pins:  # released before it came
             self._drop(entry)
-        self._shrink()
+        if self._capacity is not None:
+            self._shrink()
 
     def failed(self, entry: Entry) -> None:
         """The entry's expert could not be brought in: it is forgotten, and a later demand tries again."""
@@ -158,10 +168,12 @@ class Residency:
         passing = not self._policy.keeps and phase != "draft"
         for entry in entries:
             entry.pins -= 1
-            entry.expired = entry.expired or passing
+            if passing:
+                entry.expired = True
             if entry.expired and entry.ready and not entry.pins:
                 self._drop(entry)
-        self._shrink()
+        if self._capacity is not None:
+            self._shrink()
 
     def cancel_all(self) -> None:
         """Cancel every queued prefetch."""
@@ -187,11 +199,11 @@ class Residency:
 
     def _drop(self, entry: Entry) -> None:
         del self.entries[entry.key]
-        self._announced.get(entry.key[0], {}).pop(entry.key, None)
         self._policy.on_drop(entry.key)
         if entry.cycle == self._cycle:
             self._touched -= 1
         if entry.unused:
+            self._announced.get(entry.key[0], {}).pop(entry.key, None)
             self._counters.wasted += 1
         self._on_drop(entry)
 
@@ -212,23 +224,22 @@ class Residency:
         return victim is not None
 
     def _victim(self, urgent: bool) -> Entry | None:
-        table, cycle = self.entries, self._cycle
+        table, cycle, key = self.entries, self._cycle, None
+
+        def stale(key: ExpertKey) -> bool:
+            entry = table[key]
+            return entry.cycle != cycle and entry.ready and not entry.pins
 
         def idle(key: ExpertKey) -> bool:
             return table[key].ready and not table[key].pins
 
-        def stale(key: ExpertKey) -> bool:
-            return idle(key) and table[key].cycle != cycle
-
         def spent(key: ExpertKey) -> bool:
             return idle(key) and not table[key].unused
 
-        if urgent and not self._spares_cycle:
-            key = self._policy.victim(idle)
-            return None if key is None else table[key]
-        key = self._policy.victim(stale) if self._touched < len(table) else None
+        if self._touched < len(table) and (self._spares_cycle or not urgent):
+            key = self._policy.victim(stale)
         if key is None and urgent:
-            key = self._policy.victim(spent) or self._policy.victim(idle)
+            key = (self._policy.victim(spent) if self._spares_cycle else None) or self._policy.victim(idle)
         return None if key is None else table[key]
 
     def _shrink(self) -> None:

@@ -120,6 +120,7 @@ class VirtualStore:
                     ticket.ready += 1
                     ticket.left -= 1
             residency.landed(flight.owner, self._bytes)
+            flight.owner = None  # no circle of references is left for the collector
         landed.clear()
 
     def _flights(self, entries: list[Entry]) -> list[Flight]:
@@ -130,4 +131,7 @@ class VirtualStore:
         return flights
 
     def _cancel(self, entry: Entry) -> bool:
-        return self.link.cancel(entry.payload)
+        if not self.link.cancel(entry.payload):
+            return False
+        entry.payload = None
+        return True

@@ -130,3 +130,8 @@ def make_cycle(table: Table, recorded: RecordedCycle) -> Cycle:
         else:
             events.append(make_step(table, one))
     return Cycle(events, recorded.emitted)
+
+
+def demand_step(phase: Phase, demands: list[Keys], beyond: list[Keys] | None = None) -> Step:
+    """A step of one row that demands just these keys, by layer."""
+    return Step(phase, 1, False, max(map(len, demands)), demands, beyond)

@@ -1,0 +1,73 @@
+"""Blocks from a plain routing trace: no drafter was run, so what it would have done is assumed, and said to be.
+
+A traced token is taken as pending, the next K as drafts: they are routed as the target routed them, and how many of
+them are accepted is drawn from given probabilities. Rejected rows keep the routing of the traced text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from moexp.errors import MoexpError
+from moexp.learn.trace_files import Trace
+from moexp.runtime.recording_file import RoutingGeometry
+from moexp.sim.blocks import Block, Blocks
+
+
+def traced_blocks(
+    trace: Trace,
+    acceptance: Sequence[float] | None,
+    max_draft: int,
+    *,
+    top_r: int | None = 1,
+    tokens: int | None = None,
+    layers: int | None = None,
+    seed: int = 0,
+) -> Blocks:
+    """Blocks of `max_draft` drafts over the texts of a trace.
+
+    Args:
+        acceptance: assumed probability that the draft at each place stands if those before it do (the last one given
+            holds for all further places); it is the confidence of that place as well. None: all stand (the oracle).
+        top_r: routed experts of a draft step.
+        tokens: at most so many traced ones; None: all.
+        layers: see `Blocks`.
+        seed: of what is drawn.
+
+    Raises:
+        MoexpError: a probability that is none, or a trace with no text of two tokens.
+    """
+    chances = [1.0] if acceptance is None else list(acceptance)
+    if not chances or not all(0 <= chance <= 1 for chance in chances):
+        raise MoexpError(f"acceptance {chances}", valid="probabilities from 0 to 1")
+    chances = [chances[min(place, len(chances) - 1)] for place in range(max_draft)]
+    draw = np.random.default_rng(seed)
+    geometry = RoutingGeometry(trace.geometry.layers, trace.geometry.num_experts, trace.geometry.top_k)
+    blocks = [block for text_TLk in _texts(trace, tokens) for block in _blocks(text_TLk, chances, draw)]
+    return Blocks(blocks, geometry, top_r=top_r, draft_experts=False, layers=layers)
+
+
+def _texts(trace: Trace, tokens: int | None) -> Iterator[np.ndarray]:
+    """Routing [T, L, k] of each text."""
+    left = tokens if tokens is not None else 1 << 62
+    for shard in trace.shards():
+        bounds = [0, *(np.flatnonzero(np.diff(shard.sample_T)) + 1).tolist(), len(shard)]
+        for begin, end in pairwise(bounds):
+            end = min(end, begin + left)
+            left -= end - begin
+            if end > begin:
+                yield shard.experts_TLk[begin:end].astype(np.int16)
+
+
+def _blocks(text_TLk: np.ndarray, chances: Sequence[float], draw: np.random.Generator) -> Iterator[Block]:
+    at, length = 0, len(text_TLk)
+    while at < length:
+        drafts = min(len(chances), length - at - 1)
+        stands = draw.random(len(chances)) < np.array(chances)
+        accepted = min(int(np.argmin(np.append(stands, False))), drafts)
+        rows_LBk = text_TLk[at : at + drafts + 1].swapaxes(0, 1)
+        yield Block(tuple(chances[:drafts]), rows_LBk[:, :drafts], rows_LBk, accepted, accepted + 1)
+        at += accepted + 1
