@@ -110,9 +110,11 @@ def recording_info(
 ) -> RecordingInfo:
     """What a recording of these methods on this store is of."""
     spec, source = target.spec, getattr(store, "source", None)
-    moved = store.expert_bytes
+    moved, pieces = store.expert_bytes, 1
     if source is not None:
-        moved = round(statistics.fmean(source.plan(key).moved_bytes for key in target.index.keys))
+        plans = [source.plan(key) for key in target.index.keys]
+        moved = round(statistics.fmean(plan.moved_bytes for plan in plans))
+        pieces = max(len(plan.pieces) for plan in plans)
     return RecordingInfo(
         target.fingerprint,
         RoutingGeometry(spec.moe_layers, spec.num_experts, spec.top_k),
@@ -121,6 +123,7 @@ def recording_info(
             "capacity": getattr(store, "capacity", None),
             "expert_bytes": store.expert_bytes,
             "moved_bytes": moved,
+            "pieces": pieces,
         },
         {method.label: dataclasses.asdict(method) for method in methods},
     )

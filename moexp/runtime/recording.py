@@ -179,6 +179,4 @@ def rows_of(passes: Sequence[RecordedPass], steps: Sequence[StepRecord]) -> list
 def _recorded(path: StepPath | None, routing_LBk: np.ndarray) -> RecordedPass:
     if path is None:
         return RecordedPass(PREFETCH, routing_LBk)
-    return RecordedPass(
-        path.phase, routing_LBk, path.top_r, path.draft_experts, path.prefetch, path.prefetch_top
-    )
+    return RecordedPass(path.phase, routing_LBk, path.top_r, path.draft_experts, path.prefetch, path.prefetch_top)

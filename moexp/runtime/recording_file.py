@@ -74,7 +74,7 @@ class RecordingInfo:
         target: fingerprint of the checkpoint.
         geometry: what the ids mean.
         store: how it was set up: kind, policy, capacity (experts; None: no limit), expert_bytes, moved_bytes (asked of
-            the device an expert, on average), and what else its section says.
+            the device an expert, on average), pieces (in which it comes), and what else its section says.
         methods: label -> the method's settings.
     """
 
@@ -85,7 +85,7 @@ class RecordingInfo:
 
     def metadata(self) -> dict[str, str]:
         """For the file."""
-        return {"format": FORMAT, "recording": json.dumps(asdict(self), sort_keys=True)}
+        return {"format": FORMAT, "recording": json.dumps(asdict(self))}
 
 
 @dataclass(frozen=True, slots=True)

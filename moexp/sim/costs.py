@@ -76,7 +76,9 @@ class ComputeCosts:
         return StepCosts(
             before_s=self.fixed_s + more * self.fixed_row_s + self.dense_layers * attention_s,
             lead_s=attention_s + self.router_s,
-            resident_s=self.shared_s + more * self.shared_row_s + (self.draft_expert_s * rows if draft_experts else 0.0),
+            resident_s=self.shared_s
+            + more * self.shared_row_s
+            + (self.draft_expert_s * rows if draft_experts else 0.0),
             expert_s=self.expert_s + (more * self.expert_row_s if whole_block else 0.0),
             expert_row_s=0.0 if whole_block else self.expert_row_s,
             launch_s=self.launch_s,

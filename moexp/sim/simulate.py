@@ -83,9 +83,7 @@ def simulate(
     return Outcome(sum(emitted), counted, seconds, machine.compute_s, machine.counters)
 
 
-def cache_policy(
-    name: str, cycles: Sequence[Cycle], demands: Mapping[ExpertKey, float] | None = None
-) -> CachePolicy:
+def cache_policy(name: str, cycles: Sequence[Cycle], demands: Mapping[ExpertKey, float] | None = None) -> CachePolicy:
     """A new policy for a run of these cycles."""
     if name == BELADY:
         return Belady(demand_order(cycles))

@@ -1,0 +1,168 @@
+"""`moexp simulate --validate`: recorded runs replayed, and the times and counts of it held against the measured ones.
+
+Nothing is fitted to the run that is validated: computing is calibrated on the run folder's resident platform, the link
+on the probe that was taken beside the run. `time_error_loo` shows what a single factor would mend: the median of
+measured over simulated time of the other methods of the same run (leave one out).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from moexp import atomic, metrics
+from moexp.errors import MoexpError
+from moexp.records import RequestRecord, StepRecord, read_records
+from moexp.report import PROBE, REQUESTS, SETTINGS, STEPS, Row, View, read_json, text, to_csv, view_text
+from moexp.runtime.recording_file import ROUTING, Recording, read_recording
+from moexp.sim.fit import Fit, fit_steps, link_of
+from moexp.sim.machine import MachineModel
+from moexp.sim.replay import EXACT, Comparison, compare, replay
+
+RESIDENT = "resident"
+COLUMNS = [
+    "run", "method", "tag", "cycles", "tokens", "measured_s", "simulated_s", "time_error", "counters_match",
+    "measured_speedup", "simulated_speedup", "time_factor_loo", "time_error_loo", "measured_draft_s",
+    "simulated_draft_s", "differing", *(f"{name}_{which}" for name in (*EXACT, "hit", "late", "cancelled")
+    for which in ("measured", "simulated")), "calibrated_on",
+]  # fmt: skip
+
+
+def validate(folder: Path, results: Path, name: str) -> list[Path]:
+    """Replays every recorded platform of a run folder.
+
+    Args:
+        folder: of `moexp bench`.
+        results: `validation.csv` and `.md` go to `<results>/<name>/simulation`.
+
+    Raises:
+        MoexpError: nothing is recorded there, or nothing to calibrate on.
+    """
+    places = sorted(path.parent for path in folder.glob(f"*/{ROUTING}") if path.parent.name != RESIDENT)
+    if not places:
+        raise MoexpError("no recorded run", where=str(folder), valid="run: moexp bench")
+    fit = resident_fit(folder / RESIDENT)
+    rows = [row for place in places for row in validate_platform(place, fit, f"{RESIDENT} ({fit.steps} cycles)")]
+    path = results / name / "simulation" / "validation.csv"
+    atomic.write_text(path, to_csv(COLUMNS, rows))
+    atomic.write_text(path.with_suffix(".md"), _markdown(name, rows))
+    return [path, path.with_suffix(".md")]
+
+
+def resident_fit(place: Path) -> Fit:
+    """Costs from a run folder's resident platform."""
+    if not (place / ROUTING).exists():
+        raise MoexpError("no resident run to calibrate on", where=str(place), valid="run: moexp bench --table 3")
+    recording = read_recording(place)
+    return fit_steps(complete_steps(place), recording.info.methods, len(recording.info.geometry.layers))
+
+
+def complete_steps(place: Path) -> list[StepRecord]:
+    """Steps of a platform's complete requests."""
+    done = {(one.request, one.method) for one in read_records(place / REQUESTS, RequestRecord, resuming=True)}
+    steps = read_records(place / STEPS, StepRecord, resuming=True)
+    return [step for step in steps if (step.request, step.method) in done]
+
+
+def validate_platform(place: Path, fit: Fit, calibrated_on: str) -> list[Row]:
+    """One platform's methods, each a row."""
+    recording, steps = read_recording(place), complete_steps(place)
+    probe, settings = read_json(place / PROBE) or {}, read_json(place / SETTINGS) or {}
+    found = compare(steps, replay(recording, machine_of(recording, fit, probe)))
+    by_method = {one.method: one for one in found}
+    rows = []
+    for one in found:
+        others = [other.measured_s / other.simulated_s for other in found if other is not one and other.simulated_s]
+        factor = statistics.median(others) if others else None
+        row: Row = {
+            "run": place.name,
+            "method": one.method,
+            "tag": settings.get("tag"),
+            "cycles": one.cycles,
+            "tokens": one.tokens,
+            "measured_s": one.measured_s,
+            "simulated_s": one.simulated_s,
+            "time_error": one.time_error,
+            "counters_match": "yes" if one.counters_match else "no",
+            "time_factor_loo": factor,
+            "time_error_loo": None if factor is None else one.simulated_s * factor / one.measured_s - 1,
+            "measured_draft_s": one.measured_draft_s,
+            "simulated_draft_s": one.simulated_draft_s,
+            "differing": " ".join(f"{name}:{count}" for name, count in one.differing.items()) or None,
+            "calibrated_on": calibrated_on,
+        }
+        row["measured_speedup"], row["simulated_speedup"] = _speedups(one, by_method.get("ar"))
+        for name, (measured, simulated) in one.counts.items():
+            if f"{name}_measured" in COLUMNS:
+                row[f"{name}_measured"], row[f"{name}_simulated"] = measured, simulated
+        rows.append(row)
+    return rows
+
+
+def machine_of(recording: Recording, fit: Fit, probe: dict[str, object]) -> MachineModel:
+    """The machine that a recorded platform was, without a look at its times.
+
+    Args:
+        probe: of the platform; its `compute_s`, an AR step with the platform's own experts in memory, sets what an
+            expert costs where there is one.
+    """
+    info = recording.info
+    layers, store = len(info.geometry.layers), info.store
+    compute_s = probe.get("compute_s")
+    if isinstance(compute_s, float):
+        fit = fit.rescaled(compute_s, layers * info.geometry.top_k)
+    return MachineModel(link_of(store, probe), fit.costs(layers), store["moved_bytes"], store["capacity"])
+
+
+def _speedups(one: Comparison, ar: Comparison | None) -> tuple[float | None, float | None]:
+    """Tokens a second over AR's, measured and simulated."""
+    if ar is None or one is ar:
+        return None, None
+
+    def rate(which: Comparison, seconds: float) -> metrics.Ratio:
+        return metrics.Ratio(which.tokens, seconds)
+
+    return (
+        metrics.quotient(rate(one, one.measured_s), rate(ar, ar.measured_s)),
+        metrics.quotient(rate(one, one.simulated_s), rate(ar, ar.simulated_s)),
+    )
+
+
+def _markdown(name: str, rows: Sequence[Row]) -> str:
+    header = [
+        "run",
+        "method",
+        "cycles",
+        "measured s",
+        "simulated s",
+        "error",
+        "speedup",
+        "simulated",
+        "counters",
+        "LOO",
+    ]
+    shown = [
+        [
+            *(text(row[key]) for key in ("run", "method", "cycles", "measured_s", "simulated_s")),
+            _percent(row["time_error"]),
+            text(row["measured_speedup"]),
+            text(row["simulated_speedup"]),
+            "equal" if row["counters_match"] == "yes" else text(row["differing"]),
+            _percent(row["time_error_loo"]),
+        ]
+        for row in rows
+    ]
+    parts = [
+        f"# The simulator against the runtime, `{name}`",
+        view_text(View("", header, shown)),
+        "Each run is replayed from its recorded routing. Computing is calibrated on the resident run and the platform's "
+        "probe, the link on that probe alone; nothing is fitted to the times shown. Counters: demanded, covered, missed, "
+        "prefetched, used and wasted, equal in every cycle or the number of cycles in which they are not. LOO: the error "
+        "that is left after one factor from the other methods of the run.",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _percent(value: object) -> str:
+    return f"{value:+.1%}" if isinstance(value, float) else "-"

@@ -1,0 +1,251 @@
+"""Recordings of real runs: written and read back, refused when damaged, resumed, and replayed to the same counts."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from moexp.bench.measure import recording_info
+from moexp.bench.runner import Job, PromptEngine, begin_run, run_methods
+from moexp.errors import MoexpError
+from moexp.records import StepRecord, read_records
+from moexp.runtime.cache import make_policy
+from moexp.runtime.dio import FileSource
+from moexp.runtime.method import Method
+from moexp.runtime.recording import PARTS, WARMUP, Recorder
+from moexp.runtime.recording_file import ROUTING, Recording, read_recording
+from moexp.runtime.store import SlotStore
+from moexp.runtime.verify import Sampling
+from moexp.schema import StoreSection
+from moexp.sim.blocks import Setting, fixed_methods, recorded_blocks
+from moexp.sim.costs import ComputeCosts
+from moexp.sim.link import LinkModel
+from moexp.sim.machine import MachineModel
+from moexp.sim.replay import EXACT, compare, replay
+from moexp.sim.walk import make_cycle
+from moexp.target.load import Target, load_target
+from tests.engines import StandInDrafts, prompt
+
+JOBS = [Job(number, f"job-{number}", "chat", tuple(prompt(9 + 20 * number, seed=number))) for number in range(2)]
+DRAFTS = Method(drafter="draft-expert", max_draft=3)
+METHODS = [
+    Method(),
+    Method(drafter="top-r", r=1, max_draft=3),
+    DRAFTS,
+    dataclasses.replace(DRAFTS, prefetch=True),
+    dataclasses.replace(DRAFTS, policy="confidence-expansion", tau=0.9, budget=2, prefetch=True, prefetch_top=2),
+    dataclasses.replace(DRAFTS, prefetch=True, prefetch_inline=False, lookahead=True, name="late prefetch"),
+]
+FAST = LinkModel(1e30, concurrency=1 << 20)
+
+
+class InstantTransport:
+    """A transfer has landed when it has started: nothing depends on time."""
+
+    def __init__(self, source: FileSource) -> None:
+        self.source, self.landed = source, SimpleQueue[Any]()
+
+    def start(self, transfers: Any, urgent: bool) -> None:
+        for transfer in transfers:
+            for piece in transfer.plan.pieces:
+                self.source.move(transfer, piece)
+            self.source.finish(transfer)
+            self.landed.put(transfer)
+
+    def promote(self, transfers: Any) -> None:
+        pass
+
+    def cancel(self, transfer: Any) -> bool:
+        return False
+
+    def close(self, wait: bool = True) -> None:
+        pass
+
+
+def opened(target: Target, policy: str, capacity: int | None, *, instant: bool = False) -> SlotStore:
+    source = FileSource(target.index)
+    store = SlotStore(
+        source,
+        make_policy(policy, {}),
+        dtype=target.dtype,
+        expert_bytes=target.index.expert_bytes,
+        budget_bytes=None if capacity is None else capacity * target.index.expert_bytes,
+        transport=InstantTransport(source) if instant else None,
+    )
+    begin = store.begin_cycle
+
+    def settle() -> None:
+        """What has begun when a cycle ends lands first: on a busy machine it may be late."""
+        while any(not entry.ready for entry in store._residency.entries.values()):
+            time.sleep(1e-4)
+            store._drain()
+        begin()
+
+    store.begin_cycle = settle  # type: ignore[method-assign]
+    return store
+
+
+@pytest.fixture(scope="module")
+def target(tiny_folder) -> Target:
+    return load_target(tiny_folder(), dtype=torch.float32)
+
+
+def record(
+    target: Target, folder: Path, store: SlotStore, policy: str, methods=METHODS, jobs=JOBS, tokens=10
+) -> Recording:
+    info = recording_info(target, store, StoreSection(kind="disk", policy=policy), methods)  # type: ignore[arg-type]
+    done = begin_run(folder, {"policy": policy})
+    drafts: Any = StandInDrafts(target.spec.hidden_size, target.spec.moe_layers, target.dtype)
+    with Recorder(folder, info, done) as recorder:
+        run_methods(
+            PromptEngine(target, store, draft_experts=drafts, prefill_rows=16),
+            jobs,
+            methods,
+            Sampling(),
+            folder=folder,
+            done=done,
+            max_new_tokens=tokens,
+            warmup=jobs[-1:],
+            warmup_tokens=3,
+            recorder=recorder,
+        )
+    return read_recording(folder)
+
+
+def machine_of(recording: Recording) -> MachineModel:
+    store = recording.info.store
+    return MachineModel(FAST, ComputeCosts(attention_s=1e-3), store["moved_bytes"], store["capacity"])
+
+
+def steps_of(folder: Path) -> list[StepRecord]:
+    return list(read_records(folder / "steps.jsonl", StepRecord))
+
+
+@pytest.mark.parametrize(
+    "policy, capacity, instant, prefetch",
+    [("none", None, False, True), ("lru", 10, False, False), ("lru", 12, True, True), ("least-stale", 9, True, True)],
+)
+def test_a_replay_counts_what_the_run_counted(target: Target, tmp_path: Path, policy, capacity, instant, prefetch):
+    """AR, top-r and draft experts, with and without prefetch and cache: every counter that no timing decides."""
+    methods = [method for method in METHODS if prefetch or not method.prefetch]
+    with opened(target, policy, capacity, instant=instant) as store:
+        recording = record(target, tmp_path, store, policy, methods)
+    steps = steps_of(tmp_path)
+    found = compare(steps, replay(recording, machine_of(recording), demands={}))
+    assert {one.method for one in found} == {method.label for method in methods}
+    assert sum(one.cycles for one in found) == len(steps)
+    for one in found:
+        assert one.counters_match, (one.method, one.differing, one.counts)
+        assert set(EXACT) <= set(one.counts) and one.counts["demanded"][0] > 0
+    if prefetch:
+        assert any(one.counts["prefetched"][0] for one in found) and any(one.counts["used"][0] for one in found)
+
+
+def test_a_recording_is_what_was_routed(target: Target, tmp_path: Path):
+    with opened(target, "none", None) as store:
+        recording = record(target, tmp_path, store, "none", METHODS[:3])
+    spec, steps = target.spec, steps_of(tmp_path)
+    info = recording.info
+    assert (info.target, info.geometry.layers, info.geometry.top_k) == (target.fingerprint, spec.moe_layers, spec.top_k)
+    assert info.store["kind"] == "disk" and info.store["moved_bytes"] >= info.store["expert_bytes"]
+    assert fixed_methods(recording) == ["top-1 K3", "draft-expert K3"]
+    assert not (tmp_path / PARTS).exists()
+    for method in METHODS[:3]:
+        cycles = recording.of_method(method.label)
+        mine = [step for step in steps if step.method == method.label]
+        assert [(one.request, one.cycle, one.accepted, one.emitted) for one in cycles] == [
+            (step.request, step.cycle, step.accepted, step.emitted) for step in mine
+        ]
+        for one, step in zip(cycles, mine, strict=True):
+            assert [draft.confidence for draft in one.drafts] == step.confidences
+            verified = one.passes[-1].routing
+            assert verified.shape == (len(spec.moe_layers), step.drafted + 1, spec.top_k)
+            assert sum(len(np.unique(ids)) for ids in verified) == step.unique_verify
+    prefills = [one for one in recording.cycles if one.cycle < 0]
+    assert len([one for one in prefills if one.request >= 0]) == sum(
+        -(-(len(job.prompt_ids) - 1) // 16) for job in JOBS
+    )
+    assert any(one.request == WARMUP for one in recording.cycles)
+
+
+def test_shorter_blocks_are_prefixes(target: Target, tmp_path: Path):
+    with opened(target, "none", None) as store:
+        recording = record(target, tmp_path, store, "none", [DRAFTS])
+    recorded = recording.of_method(DRAFTS.label)
+    blocks = recorded_blocks(recording, DRAFTS.label)
+    same = blocks.cycles(Setting(max_draft=3))
+    assert [cycle.events for cycle in same] == [make_cycle(blocks.table, one).events for one in recorded]
+    assert [cycle.emitted for cycle in same] == [one.emitted for one in recorded]
+    shorter = blocks.cycles(Setting(max_draft=1))
+    assert [cycle.emitted for cycle in shorter] == [min(one.emitted, 2) for one in recorded]
+    assert all(len(cycle.events) <= 2 for cycle in shorter)
+    doubtful = Setting(max_draft=3, policy="confidence-expansion", tau=1.0, budget=0)
+    assert all(cycle.events[-1].rows == 1 for cycle in blocks.cycles(doubtful))  # type: ignore[union-attr]
+    assert sum(cycle.emitted for cycle in blocks.ar()) == sum(one.emitted for one in recorded)
+    wide = recorded_blocks(recording, DRAFTS.label, layers=7)
+    assert len(wide.ar()[0].events[0].demands) == 7  # type: ignore[union-attr]
+    with pytest.raises(MoexpError, match="K = 9.*1 to 3"):
+        blocks.cycles(Setting(max_draft=9))
+    with pytest.raises(MoexpError, match="no blocks of full length by 'other'.*draft-expert K3"):
+        recorded_blocks(recording, "other")
+
+
+def test_damaged_and_foreign_files_are_refused(target: Target, tmp_path: Path):
+    with pytest.raises(MoexpError, match="no recording"):
+        read_recording(tmp_path)
+    with opened(target, "none", None) as store:
+        record(target, tmp_path, store, "none", METHODS[:1], JOBS[:1])
+    path = tmp_path / ROUTING
+    whole = path.read_bytes()
+    table = pq.read_table(path)
+    wrong_ids = table.set_column(
+        table.schema.get_field_index("routing"), table.schema.field("routing"),
+        pa.array([[99] * len(ids) for ids in table.column("routing").to_pylist()], table.schema.field("routing").type),
+    )  # fmt: skip
+    for damage in (whole[: len(whole) // 2], b"", b"not a file of this kind", table.drop_columns(["cycle"]),
+                   table.replace_schema_metadata({}), table.slice(0, len(table) - 1), wrong_ids):  # fmt: skip
+        if isinstance(damage, bytes):
+            path.write_bytes(damage)
+        else:
+            pq.write_table(damage, path)
+        if isinstance(damage, pa.Table) and len(damage) < len(table):
+            assert read_recording(path)  # ends with a whole cycle: AR cycles are single passes
+            continue
+        with pytest.raises(MoexpError, match="not a recording, or a damaged one"):
+            read_recording(path)
+
+
+def test_a_killed_run_keeps_what_is_complete(target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Killed inside the second request: resumed, each request is there once, and the replay is exact again."""
+    methods = METHODS[:1] + METHODS[3:4]
+    kept = Recorder.keep
+    calls = []
+
+    def keep(self: Recorder, request: int, *rest: Any) -> None:
+        kept(self, request, *rest)
+        calls.append(request)
+        if calls.count(0) == 2 or calls.count(1) == 1:
+            raise KeyboardInterrupt  # its part is written, its record is not
+
+    with opened(target, "none", None) as store, monkeypatch.context() as patch:
+        patch.setattr(Recorder, "keep", keep)
+        patch.setattr(Recorder, "close", lambda self: None)
+        with pytest.raises(KeyboardInterrupt):
+            record(target, tmp_path, store, "none", methods)
+    assert (tmp_path / PARTS).exists() and not (tmp_path / ROUTING).exists()
+    with opened(target, "none", None) as store:
+        recording = record(target, tmp_path, store, "none", methods)
+    steps = steps_of(tmp_path)
+    mine = [(one.request, one.method, one.cycle) for one in recording.cycles if one.request >= 0 <= one.cycle]
+    assert sorted(mine) == sorted((step.request, step.method, step.cycle) for step in steps)
+    assert len({one.session for one in recording.cycles}) == 2
+    assert all(one.counters_match for one in compare(steps, replay(recording, machine_of(recording))))

@@ -1,0 +1,128 @@
+"""The virtual store against the real one, both over the same virtual link; and the simulator's speed."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moexp.runtime.cache import POLICIES, make_policy
+from moexp.sim.costs import ComputeCosts
+from moexp.sim.link import Flight, LinkModel, VirtualLink
+from moexp.sim.machine import MachineModel
+from moexp.sim.simulate import simulate
+from moexp.sim.store import VirtualStore
+from moexp.sim.walk import Cycle, key_table, routed_step
+from tests.sim_cases import links
+from tests.test_store import EXPERT_BYTES, KEYS, MarkedSource, marked_store
+
+keys_of = st.lists(st.sampled_from(KEYS), max_size=4, unique=True)
+
+
+class LinkTransport:
+    """In the thread pool's place: transfers land when the virtual link says so."""
+
+    def __init__(self, source: MarkedSource, model: LinkModel) -> None:
+        self.source, self.link = source, VirtualLink(model, EXPERT_BYTES)
+        self.flights: dict[int, Flight] = {}
+        self.landed: Any = self
+        self.there: deque[Any] = deque()
+
+    def start(self, transfers: Iterable[Any], urgent: bool) -> None:
+        made = [Flight(transfer, transfer.key[0]) for transfer in transfers]
+        self.flights |= {id(flight.owner): flight for flight in made}
+        self.link.start(made, urgent)
+
+    def promote(self, transfers: Iterable[Any]) -> None:
+        self.link.promote([self.flights[id(transfer)] for transfer in transfers])
+
+    def cancel(self, transfer: Any) -> bool:
+        return self.link.cancel(self.flights[id(transfer)])
+
+    def empty(self) -> bool:
+        for flight in self.link.landed:
+            self.source.finish(flight.owner)
+            self.there.append(flight.owner)
+        self.link.landed.clear()
+        return not self.there
+
+    def get(self) -> Any:
+        if self.empty():
+            self.link.wait()
+            self.empty()
+        return self.there.popleft()
+
+    def close(self, wait: bool = True) -> None:
+        while self.link.next_s < float("inf"):
+            self.link.wait()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_the_virtual_store_counts_as_the_real_one(policy, data):
+    capacity, model = data.draw(st.sampled_from([None, 2, 5])), data.draw(links)
+    source = MarkedSource()
+    transport = LinkTransport(source, model)
+    real = marked_store(policy, capacity, source, transport=transport)
+    virtual = VirtualStore(make_policy(policy, {}), capacity, model, EXPERT_BYTES)
+    now_s = 0.0
+    for _ in range(data.draw(st.integers(1, 25))):
+        now_s += data.draw(st.sampled_from([0.0, 0.01, 0.1, 2.0]))
+        transport.link.advance(now_s)
+        action = data.draw(st.sampled_from(["cycle", "prefetch", "request", "request"]))
+        keys = data.draw(keys_of)
+        if action == "cycle":
+            real.begin_cycle()
+            virtual.begin_cycle(now_s)
+        elif action == "prefetch":
+            assert real.prefetch(keys) == virtual.prefetch(keys, now_s)
+        else:
+            phase = data.draw(st.sampled_from(["draft", "verify", "ar", "prefill"]))
+            ticket, mine = real.request(keys, phase), virtual.request(keys, phase, now_s)
+            assert len(list(real.arrivals(ticket))) == len(keys)
+            while mine.left:
+                mine.ready = 0
+                now_s = virtual.wait(mine, now_s)
+            assert now_s == transport.link.now_s
+            real.release(ticket)
+            virtual.release(mine)
+        assert timeless(real.counters) == timeless(virtual.counters)
+    real.close()
+    virtual.close(now_s)
+    assert timeless(real.counters) == timeless(virtual.counters)
+
+
+def timeless(counters):
+    return {name: value for name, value in counters.as_dict().items() if not name.endswith("stall_s")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache, capacity, prefetch", [("none", None, False), ("none", None, True), ("lru", 800, True)])
+def test_speed(cache, capacity, prefetch):
+    """At least 100,000 token-layers a second on one core, best of five."""
+    layers, experts, top_k, drafts = 29, 64, 6, 4
+    rng, table = np.random.default_rng(0), key_table(range(layers), experts)
+    popular_L1E = rng.gumbel(size=(layers, 1, experts))
+    cycles = []
+    for _ in range(60):
+        shared_L1E = popular_L1E + rng.gumbel(size=(layers, 1, experts))
+        rows_LBk = (shared_L1E + rng.gumbel(size=(layers, drafts + 1, experts))).argsort(-1)[:, :, -top_k:]
+        steps = [
+            routed_step(table, rows_LBk[:, at : at + 1], "draft", top_r=1, prefetch=prefetch) for at in range(drafts)
+        ]
+        cycles.append(Cycle([*steps, routed_step(table, rows_LBk, "verify")], 3))
+    compute = ComputeCosts(fixed_s=1e-3, attention_s=2e-4, shared_s=1e-4, expert_s=3e-5, block_rows=8)
+    model = MachineModel(LinkModel(2e9, 8e8, 5e-5, 8, 2), compute, 400_000, capacity)
+    best_s = float("inf")
+    for _ in range(5):
+        begin_s = time.perf_counter()
+        simulate(cycles, model, cache)
+        best_s = min(best_s, time.perf_counter() - begin_s)
+    assert sum(cycle.tokens_layers for cycle in cycles) / best_s > 100_000
