@@ -302,6 +302,49 @@ def calibrate(
     calibrate_stage(load(recipe, changes), _console(), out)
 
 
+@command(app, "simulate", "moexp simulate --recipe pocket --platform cg")
+def simulate(
+    recipe: RecipeOption = "pocket",
+    platform: Annotated[
+        str | None, typer.Option("--platform", "-p", metavar="NAME|PATH", help="The platform to simulate.")
+    ] = None,
+    recording: Annotated[
+        Path | None,
+        typer.Option("--recording", metavar="PATH", help="Recorded routing; by default the recipe's resident run."),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="DIR", help="A plain routing trace, in place of a recording.")
+    ] = None,
+    accept: Annotated[
+        str | None,
+        typer.Option("--accept", metavar="P,P..", help="Of a trace, the assumed acceptance by place; else all stand."),
+    ] = None,
+    sweep: Annotated[
+        Path | None, typer.Option("--sweep", metavar="FILE", help="Simulate the grids of this YAML file.")
+    ] = None,
+    validate: Annotated[
+        bool, typer.Option("--validate", help="Replay the recipe's recorded runs and compare with what was measured.")
+    ] = False,
+    changes: SetOption = None,
+    out: OutOption = None,
+) -> None:
+    """Predict speeds by a simulation from recorded routing, without a model."""
+    from moexp.sim.command import run_simulate
+
+    chosen = load(recipe, changes)
+    files = run_simulate(
+        chosen,
+        platform=platform,
+        recording=recording,
+        trace=trace,
+        accept=accept,
+        sweep=sweep,
+        validate=validate,
+        out=out,
+    )
+    _say_files(files, show=True)
+
+
 @command(app, "report", "moexp report --recipe pocket")
 def report(
     recipe: RecipeOption = "pocket",

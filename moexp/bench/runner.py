@@ -3,9 +3,9 @@
 Speed drifts from minute to minute, so methods are compared only where they took turns: all of them decode a prompt
 before any decodes the next, and the order rotates so that none always goes first.
 
-A platform's folder holds `settings.json` (what was measured), `steps.jsonl`, `requests.jsonl` and `routing.parquet` (what
-was asked of the store; not of batches). The request is the unit of resuming: its steps are written first and its record
-last, so a pair (prompt, method) is either complete or measured again.
+A platform's folder holds `settings.json` (what was measured), `steps.jsonl`, `requests.jsonl` and `routing.parquet`
+(what was asked of the store; not of batches). The request is the unit of resuming: its steps are written first and its
+record last, so a pair (prompt, method) is either complete or measured again.
 """
 
 from __future__ import annotations

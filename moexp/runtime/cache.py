@@ -19,9 +19,10 @@ class CachePolicy(Protocol):
     """Orders the experts that are in memory or on their way.
 
     `keeps`: whether experts stay from one decoding cycle to the next. `spares_cycle`: whether a demand is to give up
-    experts of its own cycle only when nothing else is left (so all but one that knows the future). `on_insert` is told of every expert that starts
-    to come in, `on_demand` of every demand (for a miss: after `on_insert`), `on_drop` of every expert that leaves.
-    `victim` names the first expert, in the policy's order, that `allowed` accepts; it does not drop it.
+    experts of its own cycle only when nothing else is left (so all but one that knows the future). `on_insert` is told
+    of every expert that starts to come in, `on_demand` of every demand (for a miss: after `on_insert`), `on_drop` of
+    every expert that leaves. `victim` names the first expert, in the policy's order, that `allowed` accepts; it does
+    not drop it.
     """
 
     keeps: bool
@@ -156,7 +157,7 @@ class LeastStale:
             del self._by_layer[key[0]][key]
 
     def victim(self, allowed: Callable[[ExpertKey], bool]) -> ExpertKey | None:
-        # Within a layer they stand by rank already: the layers' first ones are merged, and as few as possible asked for.
+        # Within a layer they stand by rank already, so the layers are merged, and as few as possible are asked for.
         waiting = [iter(keys) for keys in self._by_layer.values() if keys]
         firsts = [(*self._rank(key), key, place) for place, keys in enumerate(waiting) for key in islice(keys, 1)]
         heapq.heapify(firsts)

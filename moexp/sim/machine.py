@@ -37,7 +37,7 @@ class MachineModel:
 
 @dataclass(frozen=True)
 class CycleTimes:
-    """What a cycle took: drafting (steps, prefetches) and the step that ends it; `store` counts since the last cycle."""
+    """What a cycle took: drafting (steps, prefetches), then the step that ends it. `store`: counted since the last."""
 
     draft_s: float
     verify_s: float

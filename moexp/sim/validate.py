@@ -156,10 +156,10 @@ def _markdown(name: str, rows: Sequence[Row]) -> str:
     parts = [
         f"# The simulator against the runtime, `{name}`",
         view_text(View("", header, shown)),
-        "Each run is replayed from its recorded routing. Computing is calibrated on the resident run and the platform's "
-        "probe, the link on that probe alone; nothing is fitted to the times shown. Counters: demanded, covered, missed, "
-        "prefetched, used and wasted, equal in every cycle or the number of cycles in which they are not. LOO: the error "
-        "that is left after one factor from the other methods of the run.",
+        "Each run is replayed from its recorded routing. Computing is calibrated on the resident run and the "
+        "platform's probe, the link on that probe alone; nothing is fitted to the times shown. Counters: demanded, "
+        "covered, missed, prefetched, used and wasted, equal in every cycle or the number of cycles in which they are "
+        "not. LOO: the error that is left after one factor from the other methods of the run.",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -108,7 +108,7 @@ def routed_step(
 
 
 def unions(table: Table, ids_LBr: np.ndarray) -> list[Keys]:
-    """Each layer's distinct keys: one row's by descending gate, several rows' by expert, as the runtime asks for them."""
+    """Each layer's distinct keys, as the runtime asks for them: one row's by descending gate, several rows' by id."""
     if ids_LBr.shape[1] == 1:
         return [[keys[expert] for expert in row] for keys, row in zip(table, ids_LBr[:, 0].tolist(), strict=True)]
     flat = ids_LBr.reshape(len(ids_LBr), -1).tolist()
