@@ -41,7 +41,8 @@ class Ranking:
         return self.staleness(key, touched) if self.name == "least-stale" else touched
 
     def staleness(self, key, touched):
-        number, layer, last, demanded = 0, -1, {}, set()
+        number, layer, last = 0, -1, {}
+        demanded: set[tuple[int, int]] = set()
         for event, other in self.history:
             if event == "demand":
                 if other[0] < layer or other in demanded:

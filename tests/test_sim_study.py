@@ -61,35 +61,38 @@ def made_up_run(folder: Path, store: dict[str, Any], time_of: Any, *, prompts: i
     """A platform's folder as a benchmark leaves it; `time_of(method, steps)` gives draft and verify seconds."""
     rng = np.random.default_rng(0)
     info = RecordingInfo("f" * 64, RoutingGeometry(LAYERS, EXPERTS, TOP_K), store, METHODS)
-    with RecordWriter(folder / "steps.jsonl") as steps_file, RecordWriter(folder / "requests.jsonl") as requests_file:
-        with Recorder(folder, info) as recorder:
-            for request in range(prompts):
-                for label, method in METHODS.items():
-                    steps = []
-                    for number in range(cycles):
-                        drafts = 0 if label == "ar" else K
-                        rows = routed(rng, drafts + 1)
-                        r, drafted = method["r"], label == "drafts"
-                        passes = [RecordedPass("draft", rows[:, at : at + 1], r, drafted) for at in range(drafts)]
-                        passes.append(RecordedPass("verify" if drafts else "ar", rows))
-                        recorder.log._kept += [(one, list(one.routing)) for one in passes]  # type: ignore[misc]
-                        union = sum(len(np.unique(ids)) for ids in rows)
-                        accepted = min(number % 4, drafts)
-                        draft_s, verify_s = time_of(method, drafts, union)
-                        steps.append(
-                            StepRecord(
-                                request, number, label, drafts, accepted, accepted + 1, [1] * (accepted + 1), draft_s,
-                                verify_s, draft_s + verify_s, [0.9, 0.6, 0.3][:drafts], unique_verify=union,
-                            )
-                        )  # fmt: skip
-                    recorder.keep(request, "chat", label, steps)
-                    for step in steps:
-                        steps_file.write(step)
-                    tokens = [token for step in steps for token in step.tokens]
-                    seconds = sum(step.cycle_s for step in steps)
-                    requests_file.write(
-                        RequestRecord(request, "chat", label, 5, len(tokens), 0.0, seconds, "length", tokens)
-                    )
+    with (
+        RecordWriter(folder / "steps.jsonl") as steps_file,
+        RecordWriter(folder / "requests.jsonl") as requests_file,
+        Recorder(folder, info) as recorder,
+    ):
+        for request in range(prompts):
+            for label, method in METHODS.items():
+                steps = []
+                for number in range(cycles):
+                    drafts = 0 if label == "ar" else K
+                    rows = routed(rng, drafts + 1)
+                    r, drafted = method["r"], label == "drafts"
+                    passes = [RecordedPass("draft", rows[:, at : at + 1], r, drafted) for at in range(drafts)]
+                    passes.append(RecordedPass("verify" if drafts else "ar", rows))
+                    recorder.log._kept += [(one, list(one.routing)) for one in passes]  # type: ignore[misc]
+                    union = sum(len(np.unique(ids)) for ids in rows)
+                    accepted = min(number % 4, drafts)
+                    draft_s, verify_s = time_of(method, drafts, union)
+                    steps.append(
+                        StepRecord(
+                            request, number, label, drafts, accepted, accepted + 1, [1] * (accepted + 1), draft_s,
+                            verify_s, draft_s + verify_s, [0.9, 0.6, 0.3][:drafts], unique_verify=union,
+                        )
+                    )  # fmt: skip
+                recorder.keep(request, "chat", label, steps)
+                for step in steps:
+                    steps_file.write(step)
+                tokens = [token for step in steps for token in step.tokens]
+                seconds = sum(step.cycle_s for step in steps)
+                requests_file.write(
+                    RequestRecord(request, "chat", label, 5, len(tokens), 0.0, seconds, "length", tokens)
+                )
 
 
 def resident_times(method: dict[str, Any], drafts: int, union: int) -> tuple[float, float]:

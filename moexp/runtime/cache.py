@@ -165,11 +165,11 @@ class LeastStale:
             *_, key, place = firsts[0]
             if allowed(key):
                 return key
-            key = next(waiting[place], None)
-            if key is None:
+            following = next(waiting[place], None)
+            if following is None:
                 heapq.heappop(firsts)
             else:
-                heapq.heapreplace(firsts, (*self._rank(key), key, place))
+                heapq.heapreplace(firsts, (*self._rank(following), following, place))
         return None
 
     def _rank(self, key: ExpertKey) -> tuple[bool, bool, int, int]:

@@ -196,8 +196,16 @@ def _cycles(table: pa.Table, geometry: RoutingGeometry) -> Iterator[RecordedCycl
         )
         begin = end
         if phase in ("verify", "ar", "prefill"):
-            who = (plain[name][n] for name in ("session", "request", "workload", "method", "cycle"))
-            yield RecordedCycle(*who, plain["accepted"][n] or 0, plain["emitted"][n] or 0, passes)
+            yield RecordedCycle(
+                plain["session"][n],
+                plain["request"][n],
+                plain["workload"][n],
+                plain["method"][n],
+                plain["cycle"][n],
+                plain["accepted"][n] or 0,
+                plain["emitted"][n] or 0,
+                passes,
+            )
             passes = []
     if passes:
         raise ValueError("ends inside a cycle")

@@ -71,8 +71,8 @@ class StoreSection(Section):
 
     kind: Literal["resident", "host", "disk"] = "disk"
     policy: Literal["none", "lru", "lfu", "least-stale", "static-hot"] = "none"
-    """What stays from one cycle to the next; `none` is the papers' cold setting. `static-hot` keeps the experts that the
-    target's routing trace has most often (`moexp trace-routing`)."""
+    """What stays from one cycle to the next; `none` is the papers' cold setting. `static-hot` keeps the experts that
+    the target's routing trace has most often (`moexp trace-routing`)."""
     budget_mib: PositiveFloat | None = None
     """Accelerator-side slots; null gives what one cycle needs at most."""
     io_threads: Positive = 8

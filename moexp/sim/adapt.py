@@ -70,9 +70,9 @@ def on_platform(platform: Any, geometry: Any | None, recorded: RoutingGeometry, 
             len(recorded.layers),
         ):
             notes.append(
-                f"Routing of a model with {len(recorded.layers)} MoE layers, {recorded.num_experts} experts, "
-                f"top-{recorded.top_k} priced for {geometry.name} ({moe_layers}, {geometry.experts}, top-{geometry.top_k}): "
-                "recorded layers are used in turn, experts and top-k stay as recorded."
+                f"Routing of a model with {len(recorded.layers)} MoE layers, {recorded.num_experts} experts and "
+                f"top-{recorded.top_k} priced for {geometry.name} ({moe_layers}, {geometry.experts} and "
+                f"top-{geometry.top_k}): recorded layers are used in turn, experts and top-k stay as recorded."
             )
     draft_expert_us = compute.draft_expert_us
     if draft_expert_us is None:
