@@ -1,5 +1,6 @@
-"""`moexp reproduce`: all stages in order, from the target to both papers' tables and the report over them, each skipped
-where it is done."""
+"""`moexp reproduce`: all stages in order, from the target to both papers' tables, what is simulated from their records,
+the audit and the report; each is skipped where it is done.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +13,16 @@ from rich.console import Console
 from moexp import artifacts, stages
 from moexp.recipe import Recipe
 
+SIMULATED = ("cg", "mn", "this-machine")
+"""Platforms that the recorded routing is priced on."""
+
 Stage = tuple[str, Callable[[], bool | None]]
 """A name, and what to run; False ends the whole run."""
 
 
 def reproduce(recipe: Recipe, console: Console) -> bool:
-    """Runs every stage of the recipe; False if the exactness gate failed: then no table is made.
+    """Runs every stage of the recipe; False if the exactness gate failed (then no table is made), or the audit found
+    our results at odds with each other.
 
     EcoSpec's heads, predictor and tables are left out where `ecospec.tables` is empty.
 
@@ -28,8 +33,8 @@ def reproduce(recipe: Recipe, console: Console) -> bool:
 
     check_tables(recipe.bench.tables, "draftexpert", where="bench.tables")
     check_tables(recipe.ecospec.tables, "ecospec", where="ecospec.tables")
-    started, files, reports = time.monotonic(), list[Path](), list[Path]()
-    todo = _stages(recipe, console, files, reports)
+    started, files, reports, verdicts = time.monotonic(), list[Path](), list[Path](), list[bool]()
+    todo = _stages(recipe, console, files, reports, verdicts)
     for number, (name, run) in enumerate(todo, start=1):
         heading = f"{number}/{len(todo)} {name}, {_clock(started)} since the start"
         console.rule(heading, align="left", characters="-")
@@ -42,14 +47,18 @@ def reproduce(recipe: Recipe, console: Console) -> bool:
         ("draft experts", artifacts.draft_folder(recipe)),
         ("results", stages.results_folder(recipe)),
     ]
-    tables = [("table", file) for file in files if file.suffix == ".md"]
-    for name, place in [*places, *tables, *(("report", file) for file in reports)]:
+    made = [("table" if file in files else "report", file) for file in [*files, *reports]]
+    for name, place in [*places, *(one for one in made if one[1].suffix in (".md", ".html"))]:
         console.print(f"{name}: {place}", soft_wrap=True, highlight=False)
-    return True
+    return all(verdicts)
 
 
-def _stages(recipe: Recipe, console: Console, files: list[Path], reports: list[Path]) -> list[Stage]:
-    """The recipe's stages in order; `files` receives the tables, `reports` the two reports."""
+def _stages(
+    recipe: Recipe, console: Console, files: list[Path], reports: list[Path], verdicts: list[bool]
+) -> list[Stage]:
+    """The recipe's stages in order; `files` receives the tables, `reports` what is made of them, `verdicts` whether the
+    audit found our results consistent.
+    """
     from moexp.bench.tables import run_bench
     from moexp.web.build import write_reports
     from moexp.web.sources import find_runs
@@ -66,6 +75,21 @@ def _stages(recipe: Recipe, console: Console, files: list[Path], reports: list[P
 
     def report() -> None:
         reports.extend(write_reports(recipe, find_runs(recipe), stages.RESULTS))
+
+    def simulate() -> None:
+        from moexp.sim.command import run_simulate
+
+        reports.extend(run_simulate(recipe, validate=True))
+        for platform in SIMULATED:
+            reports.extend(run_simulate(recipe, platform=platform))
+
+    def audit() -> None:
+        from moexp.audit import run_audit
+
+        audited = run_audit(recipe.name)
+        reports.extend(audited.files)
+        verdicts.append(not audited.inconsistent)
+        console.print(f"{len(audited.lines)} lines, of ours inconsistent: {len(audited.inconsistent)}", highlight=False)
 
     def heads() -> None:
         for kind in recipe.ecospec.heads:
@@ -90,7 +114,20 @@ def _stages(recipe: Recipe, console: Console, files: list[Path], reports: list[P
             ("train-predictor", done(stages.predictor_stage)),
             ("bench --paper ecospec", ecospec_tables),
         ]
-    return [*todo, ("report", report)]
+    if {2, 3} <= set(recipe.bench.tables):  # the runs whose routing is replayed, and what they are calibrated on
+        todo += [("calibrate", lambda: calibrate_once(recipe, console)), ("simulate", simulate)]
+    return [*todo, ("audit", audit), ("report", report)]
+
+
+def calibrate_once(recipe: Recipe, console: Console) -> None:
+    """Calibrates this machine, unless that is done."""
+    from moexp.sim.calibrate import calibrate_stage
+    from moexp.sim.platform import machine_file
+
+    if machine_file().exists():
+        console.print(f"calibrated already: {machine_file()}", soft_wrap=True, highlight=False)
+    else:
+        calibrate_stage(recipe, console)
 
 
 def _clock(started: float) -> str:
