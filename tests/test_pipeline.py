@@ -255,8 +255,8 @@ def no_tables(monkeypatch) -> list[Any]:
 def test_reproduce_runs_every_stage_in_order_and_skips_what_is_done(home: Path, tmp_path: Path, no_tables: list[Any]):
     small = ("eval.dtypes=[float32]", "eval.prompts=1", "eval.max_new_tokens=6", "bench.tables=[2, 6]")
     shown = done("reproduce", changes=small)
-    places = [shown.index(f"{number}/6 {name}") for number, name in enumerate(
-        ("build-target", "trace-routing", "train-draft-expert", "eval", "bench", "report"), start=1
+    places = [shown.index(f"{number}/7 {name}") for number, name in enumerate(
+        ("build-target", "trace-routing", "train-draft-expert", "eval", "bench", "audit", "report"), start=1
     )]  # fmt: skip
     assert places == sorted(places) and no_tables == [("draftexpert", (2, 6))]
     assert (
@@ -274,11 +274,35 @@ def test_reproduce_goes_on_to_the_other_paper_where_its_tables_are_named(home: P
     small = ("eval.dtypes=[float32]", "eval.prompts=1", "eval.max_new_tokens=6", "bench.tables=[2]")
     heads = "head={steps: 1, rows: 2, unroll: 2, max_minutes: null}"
     shown = done("reproduce", changes=(*small, heads, "ecospec={heads: [eagle3, mtp], tables: [1, 13]}"))
-    names = ("6/9 train-drafter", "7/9 train-predictor", "8/9 bench --paper ecospec", "9/9 report")
+    names = (
+        "6/10 train-drafter", "7/10 train-predictor", "8/10 bench --paper ecospec", "9/10 audit", "10/10 report",
+    )  # fmt: skip
     places = [shown.index(name) for name in names]
     assert places == sorted(places) and no_tables == [("draftexpert", (2,)), ("ecospec", (1, 13))]
     assert "eagle3 on held-out text" in shown and "mtp on held-out text" in shown
     assert "table: ecospec/table_2.md" in shown
+
+
+def test_reproduce_simulates_what_was_recorded(home: Path, no_tables: list[Any], monkeypatch):
+    calls: list[Any] = []
+    monkeypatch.setattr("moexp.sim.calibrate.calibrate_stage", lambda recipe, console: calls.append("calibrate"))
+    monkeypatch.setattr(
+        "moexp.sim.command.run_simulate", lambda recipe, **options: calls.append(options) or [Path("simulated.md")]
+    )
+    small = ("eval.dtypes=[float32]", "eval.prompts=1", "eval.max_new_tokens=6", "bench.tables=[2, 3]")
+    shown = done("reproduce", changes=small)
+    platforms = [{"platform": name} for name in ("cg", "mn", "this-machine")]
+    assert calls == ["calibrate", {"validate": True}, *platforms]
+    assert "6/9 calibrate" in shown and "7/9 simulate" in shown and "report: simulated.md" in shown
+
+
+def test_reproduce_fails_where_the_audit_finds_our_results_at_odds(home: Path, no_tables: list[Any], monkeypatch):
+    from moexp.audit import Audit
+
+    monkeypatch.setattr(Audit, "inconsistent", property(lambda self: ["a line"]))
+    small = ("eval.dtypes=[float32]", "eval.prompts=1", "eval.max_new_tokens=6", "bench.tables=[2]")
+    result = moexp_("reproduce", changes=small)
+    assert result.exit_code == 1 and "of ours inconsistent: 1" in result.stdout and "report.html" in result.stdout
 
 
 def test_reproduce_makes_no_tables_of_methods_that_are_not_exact(home: Path, no_tables: list[Any], monkeypatch):

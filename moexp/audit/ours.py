@@ -244,10 +244,9 @@ def growth_lines(id: str, where: str, rows: list[Record], shape: tuple[Input, In
     cells, most, formula = ("block_length",), list[Line](), list[Line]()
     for row in rows:
         inputs = [shape[0], shape[1], row.input("block_length", "n")]
-        more = {"formula": "N (1 - (1 - k / N)^n)", "of": _uniform, "inputs": inputs}
-        most += row_line(row, cells, reported=row.input("unique_verify_per_layer", "E"), tolerance=EXACT, relation="<=",
-                         **more)  # fmt: skip
-        formula += row_line(row, cells, reported=row.input("uniform"), tolerance=EXACT, **more)
+        found, text = row.input("unique_verify_per_layer", "E"), "N (1 - (1 - k / N)^n)"
+        most += row_line(row, cells, text, _uniform, inputs, found, EXACT, relation="<=")
+        formula += row_line(row, cells, text, _uniform, inputs, row.input("uniform"), EXACT)
     return by_tag(id, f"E of a block, {where}, if uniform", most) + by_tag(
         f"{id}.formula", f"Uniform routing by its formula, {where}", formula
     )
