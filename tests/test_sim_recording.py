@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from moexp.artifacts import opened_store
 from moexp.bench.measure import recording_info
 from moexp.bench.runner import Job, PromptEngine, begin_run, run_methods
 from moexp.errors import MoexpError
@@ -25,12 +26,14 @@ from moexp.runtime.recording import PARTS, WARMUP, Recorder
 from moexp.runtime.recording_file import ROUTING, Recording, read_recording
 from moexp.runtime.store import SlotStore
 from moexp.runtime.verify import Sampling
-from moexp.schema import StoreSection
+from moexp.schema import PaceSection, StoreSection
 from moexp.sim.blocks import Setting, fixed_methods, recorded_blocks
 from moexp.sim.costs import ComputeCosts
 from moexp.sim.link import LinkModel
 from moexp.sim.machine import MachineModel
 from moexp.sim.replay import EXACT, compare, replay
+from moexp.sim.validate import machine_of as validated_machine
+from moexp.sim.validate import resident_fit
 from moexp.sim.walk import make_cycle
 from moexp.target.load import Target, load_target
 from tests.engines import StandInDrafts, prompt
@@ -249,3 +252,28 @@ def test_a_killed_run_keeps_what_is_complete(target: Target, tmp_path: Path, mon
     assert sorted(mine) == sorted((step.request, step.method, step.cycle) for step in steps)
     assert len({one.session for one in recording.cycles}) == 2
     assert all(one.counters_match for one in compare(steps, replay(recording, machine_of(recording))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("concurrency", [1, 4])
+def test_a_paced_run_takes_about_what_is_simulated(target: Target, tmp_path: Path, concurrency):
+    """Computing is fitted on a resident run, the link is the pacer's: times of a real run, unseen, to a third."""
+    pace = PaceSection(bandwidth_gb_s=target.index.expert_bytes / 0.004 / 1e9, concurrency=concurrency)
+    drafts: Any = StandInDrafts(target.spec.hidden_size, target.spec.moe_layers, target.dtype)
+    top_2 = Method(drafter="top-r", r=2, max_draft=3)
+    sections = {
+        "resident": (StoreSection(kind="resident"), [Method(), METHODS[1], top_2, DRAFTS]),
+        "paced": (StoreSection(kind="host", pace=pace), METHODS),
+    }
+    for name, (section, methods) in sections.items():
+        done = begin_run(tmp_path / name, {})
+        with opened_store(target, section) as store:
+            info = recording_info(target, store, section, methods)
+            with Recorder(tmp_path / name, info, done) as recorder:
+                engine = PromptEngine(target, store, draft_experts=drafts, prefill_rows=16)
+                where: Any = {"folder": tmp_path / name, "recorder": recorder, "warmup": JOBS[-1:]}
+                run_methods(engine, JOBS, methods, Sampling(), max_new_tokens=16, **where)
+    recording = read_recording(tmp_path / "paced")
+    model = validated_machine(recording, resident_fit(tmp_path / "resident"), {})
+    for one in compare(steps_of(tmp_path / "paced"), replay(recording, model)):
+        assert one.time_error is not None and abs(one.time_error) < 1 / 3, (one.method, one.time_error)

@@ -18,9 +18,11 @@ import pytest
 from typer.testing import CliRunner
 
 from moexp import cli
+from moexp.artifacts import traced_demands
 from moexp.errors import MoexpError
 from moexp.learn.trace_files import TraceGeometry, TraceManifest, TraceShard, expert_demands, read_trace, write_shard
 from moexp.metrics import expected_acceptance
+from moexp.recipe import list_recipes
 from moexp.records import RecordWriter, RequestRecord, StepRecord
 from moexp.runtime.recording import Recorder
 from moexp.runtime.recording_file import RecordedPass, RecordingInfo, RoutingGeometry
@@ -204,6 +206,16 @@ def test_a_histogram_counts_every_use(trace: Path):
     assert sum(demands.values()) == 100 * len(LAYERS) * TOP_K and len(demands) == len(LAYERS) * EXPERTS
 
 
+def test_static_hot_takes_the_targets_longest_trace(trace: Path, moexp_home: Path):
+    with pytest.raises(MoexpError, match="static-hot needs a routing trace.*trace-routing"):
+        traced_demands("f" * 64)
+    (moexp_home / "traces").mkdir()
+    trace.rename(moexp_home / "traces" / "mine")
+    assert traced_demands("f" * 64) == expert_demands(read_trace(moexp_home / "traces" / "mine"))
+    with pytest.raises(MoexpError, match="static-hot needs"):
+        traced_demands("0" * 64)
+
+
 def test_an_oracle_is_a_bound(trace: Path):
     model = MachineModel(LinkModel(1e6), ComputeCosts(attention_s=1e-4), 1000)
     read, setting = read_trace(trace), Setting(max_draft=3)
@@ -283,7 +295,7 @@ def test_a_sweep_spans_its_grid_once(tmp_path: Path):
         ("recording: r\nplatform: p\nmax_drafts: [1]", "unknown key max_drafts.*nearest is max_draft"),
         ("recording: r\nplatform: p\ncache: [lur]", "bad value for cache"),
         ("recording: r\nplatform: p\ntau: []", "bad value for tau"),
-        ("platform: p", "recording or trace"),
+        ("platform: p\nrecording: r\ntrace: t", "recording or trace, not both"),
         ("recording: r", "missing value for platform"),
         ("- 1", "a sweep must be a mapping"),
     ],
@@ -293,6 +305,16 @@ def test_a_wrong_sweep_is_explained(tmp_path: Path, text, message):
     path.write_text(text)
     with pytest.raises(MoexpError, match=message):
         load_sweep(path)
+
+
+def test_shipped_sweeps_can_be_read_and_are_no_recipes():
+    files = sorted((Path(cli.__file__).parent.parent / "recipes" / "sweeps").glob("*.yaml"))
+    assert files
+    for file in files:
+        sweep = load_sweep(file)
+        assert len({part.digest for part in parts_of(sweep)}) == len(parts_of(sweep))
+        assert sweep.with_default(Path("here")).source().place == Path("here")
+    assert not {file.stem for file in files} & {info.name for info in list_recipes()}
 
 
 @pytest.mark.parametrize("workers", [1, 2])

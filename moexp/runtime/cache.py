@@ -56,7 +56,10 @@ class LeastRecent:
         self._order.pop(key, None)
 
     def victim(self, allowed: Callable[[ExpertKey], bool]) -> ExpertKey | None:
-        return next((key for key in self._order if allowed(key)), None)
+        for key in self._order:
+            if allowed(key):
+                return key
+        return None
 
 
 class Cold(LeastRecent):
@@ -158,6 +161,10 @@ class LeastStale:
 
     def victim(self, allowed: Callable[[ExpertKey], bool]) -> ExpertKey | None:
         # Within a layer they stand by rank already, so the layers are merged, and as few as possible are asked for.
+        # Most often the very first will do, and it is in a layer that was passed.
+        first = self._stalest_passed()
+        if first is not None and allowed(first):
+            return first
         waiting = [iter(keys) for keys in self._by_layer.values() if keys]
         firsts = [(*self._rank(key), key, place) for place, keys in enumerate(waiting) for key in islice(keys, 1)]
         heapq.heapify(firsts)
@@ -171,6 +178,16 @@ class LeastStale:
             else:
                 heapq.heapreplace(firsts, (*self._rank(following), following, place))
         return None
+
+    def _stalest_passed(self) -> ExpertKey | None:
+        found, oldest, of_layer = None, self._pass, -1
+        for layer, keys in self._by_layer.items():
+            if layer <= self._layer and keys:
+                key = next(iter(keys))
+                last = self._last[key]
+                if last < oldest or (last == oldest and layer < of_layer):
+                    found, oldest, of_layer = key, last, layer
+        return found
 
     def _rank(self, key: ExpertKey) -> tuple[bool, bool, int, int]:
         layer, last = key[0], self._last[key]

@@ -230,15 +230,16 @@ class Residency:
             entry = table[key]
             return entry.cycle != cycle and entry.ready and not entry.pins
 
-        def idle(key: ExpertKey) -> bool:
-            return table[key].ready and not table[key].pins
-
-        def spent(key: ExpertKey) -> bool:
-            return idle(key) and not table[key].unused
-
         if self._touched < len(table) and (self._spares_cycle or not urgent):
             key = self._policy.victim(stale)
         if key is None and urgent:
+
+            def idle(key: ExpertKey) -> bool:
+                return table[key].ready and not table[key].pins
+
+            def spent(key: ExpertKey) -> bool:
+                return idle(key) and not table[key].unused
+
             key = (self._policy.victim(spent) if self._spares_cycle else None) or self._policy.victim(idle)
         return None if key is None else table[key]
 

@@ -33,7 +33,7 @@ def run_simulate(
         recording: by default the resident run's of `moexp bench`.
         trace: a plain routing trace, in its place.
         accept: of a trace, the assumed acceptance by place ("0.8,0.6"); None: all are accepted.
-        sweep: a file of grids, in place of all of the above.
+        sweep: a file of grids, in place of all of the above; the recording counts if the file names none.
         validate: replay the recorded runs instead.
         out: the run folder, if it is not the recipe's own.
 
@@ -49,7 +49,8 @@ def run_simulate(
         from moexp.sim.sweep import run_sweep
         from moexp.sim.sweep_file import load_sweep
 
-        return [run_sweep(load_sweep(sweep), folder / f"{sweep.stem}.parquet")]
+        grids = load_sweep(sweep).with_default(recording or run_folder(recipe, out) / RESIDENT)
+        return [run_sweep(grids, folder / f"{sweep.stem}.parquet")]
     if platform is None:
         raise MoexpError("no platform", where="--platform", valid="a name of `moexp platforms`, or a file")
     if recording is not None and trace is not None:

@@ -20,7 +20,7 @@ from moexp.runtime.counters import StoreCounters
 from moexp.runtime.recording_file import RecordedCycle, Recording
 from moexp.sim.cold import open_machine
 from moexp.sim.machine import CycleTimes, MachineModel
-from moexp.sim.simulate import cache_policy
+from moexp.sim.simulate import cache_policy, no_collection
 from moexp.sim.walk import key_table, make_cycle
 
 if TYPE_CHECKING:
@@ -63,6 +63,11 @@ class Comparison:
         """Whether every counter of `EXACT` is the same in every cycle."""
         return not self.differing
 
+    @property
+    def totals_match(self) -> bool:
+        """Whether they are the same over all cycles."""
+        return all(self.counts[name][0] == self.counts[name][1] for name in EXACT if name in self.counts)
+
 
 def replay(
     recording: Recording,
@@ -82,7 +87,8 @@ def replay(
         recorded = list(session)
         cycles = [make_cycle(table, one) for one in recorded]
         policy = cache_policy(info.store["policy"], cycles, demands)
-        times = open_machine(model, policy, cycles).run_timed(cycles)
+        with no_collection():
+            times = open_machine(model, policy, cycles).run_timed(cycles)
         for one, took in zip(recorded, times, strict=True):
             if one.request >= 0 and one.cycle >= 0:
                 found[one.request, one.method, one.cycle] = took

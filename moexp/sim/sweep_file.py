@@ -1,11 +1,13 @@
 """The YAML of `moexp simulate --sweep`: grids of settings, and the points that they span.
 
-recording: runs/pocket/resident      # or trace: a folder, with acceptance: [0.8, 0.6]
-platform: cg
-max_draft: [2, 4]
-tau: [0.3, 0.5]
-cache: [none, lru]
-cache_experts: [null, 256]
+    platform: cg
+    recording: runs/pocket/resident      # by default the recipe's; or trace: a folder, with acceptance: [0.8, 0.6]
+    max_draft: [2, 4]
+    tau: [0.3, 0.5]
+    cache: [none, lru]
+    cache_experts: [null, 256]
+
+Every list is a grid.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class SweepSection(Section):
     """Everything that a sweep may say. Lists are grids: every combination is simulated, and AR for each machine."""
 
     recording: str | None = None
-    """A recording, or the folder it is in; paths start where the command runs."""
+    """A recording, or the folder it is in; paths start where the command runs. Without a trace, null is the recipe's
+    resident run."""
     trace: str | None = None
     """A folder of `moexp trace-routing`, in place of a recording."""
     method: str = ""
@@ -63,12 +66,17 @@ class SweepSection(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> SweepSection:
-        if (self.recording is None) == (self.trace is None):
-            raise ValueError("recording or trace, one of them")
+        if self.recording is not None and self.trace is not None:
+            raise ValueError("recording or trace, not both")
         return self
 
+    def with_default(self, recording: Path) -> SweepSection:
+        """The same from this recording, if it names neither a recording nor a trace."""
+        named = self.recording is not None or self.trace is not None
+        return self if named else self.model_copy(update={"recording": str(recording)})
+
     def source(self) -> Source:
-        """What the routing is read from."""
+        """What the routing is read from; one of the two must be named."""
         place = Path(self.recording or self.trace or "")
         return Source(place, self.method, self.acceptance, max(self.max_draft), self.tokens)
 

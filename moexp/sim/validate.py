@@ -23,7 +23,7 @@ from moexp.sim.replay import EXACT, Comparison, compare, replay
 RESIDENT = "resident"
 COLUMNS = [
     "run", "method", "tag", "cycles", "tokens", "measured_s", "simulated_s", "time_error", "counters_match",
-    "measured_speedup", "simulated_speedup", "time_factor_loo", "time_error_loo", "measured_draft_s",
+    "totals_match", "measured_speedup", "simulated_speedup", "time_factor_loo", "time_error_loo", "measured_draft_s",
     "simulated_draft_s", "differing", *(f"{name}_{which}" for name in (*EXACT, "hit", "late", "cancelled")
     for which in ("measured", "simulated")), "calibrated_on",
 ]  # fmt: skip
@@ -85,6 +85,7 @@ def validate_platform(place: Path, fit: Fit, calibrated_on: str) -> list[Row]:
             "simulated_s": one.simulated_s,
             "time_error": one.time_error,
             "counters_match": "yes" if one.counters_match else "no",
+            "totals_match": "yes" if one.totals_match else "no",
             "time_factor_loo": factor,
             "time_error_loo": None if factor is None else one.simulated_s * factor / one.measured_s - 1,
             "measured_draft_s": one.measured_draft_s,
@@ -148,7 +149,7 @@ def _markdown(name: str, rows: Sequence[Row]) -> str:
             _percent(row["time_error"]),
             text(row["measured_speedup"]),
             text(row["simulated_speedup"]),
-            "equal" if row["counters_match"] == "yes" else text(row["differing"]),
+            _counters(row),
             _percent(row["time_error_loo"]),
         ]
         for row in rows
@@ -162,6 +163,12 @@ def _markdown(name: str, rows: Sequence[Row]) -> str:
         "not. LOO: the error that is left after one factor from the other methods of the run.",
     ]
     return "\n\n".join(parts) + "\n"
+
+
+def _counters(row: Row) -> str:
+    if row["counters_match"] == "yes":
+        return "equal"
+    return f"{row['differing']}" + (", equal in all" if row["totals_match"] == "yes" else "")
 
 
 def _percent(value: object) -> str:
