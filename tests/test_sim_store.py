@@ -122,7 +122,7 @@ def test_speed(cache, capacity, prefetch):
     model = MachineModel(LinkModel(2e9, 8e8, 5e-5, 8, 2), compute, 400_000, capacity)
     best_s = float("inf")
     for _ in range(5):
-        begin_s = time.perf_counter()
+        begin_s = time.process_time()
         simulate(cycles, model, cache)
-        best_s = min(best_s, time.perf_counter() - begin_s)
+        best_s = min(best_s, time.process_time() - begin_s)
     assert sum(cycle.tokens_layers for cycle in cycles) / best_s > 100_000
