@@ -101,6 +101,11 @@ def fit_steps(steps: Sequence[StepRecord], methods: Mapping[str, Mapping[str, An
     return Fit(verify[0], verify[1], draft[0], draft[1], draft[2], len(mine))
 
 
+def has_link(store: Mapping[str, Any], probe: Mapping[str, Any]) -> bool:
+    """Whether `link_of` knows a store's link."""
+    return store.get("pace") is not None or bool(probe.get("bandwidth_bytes_s"))
+
+
 def link_of(store: Mapping[str, Any], probe: Mapping[str, Any]) -> LinkModel:
     """The link that a recorded store came by.
 
@@ -122,13 +127,12 @@ def link_of(store: Mapping[str, Any], probe: Mapping[str, Any]) -> LinkModel:
             concurrency=pace["concurrency"],
             serial=True,
         )
-    samples = probe.get("bandwidth_bytes_s")
-    if not samples:
+    if not has_link(store, probe):
         raise MoexpError(f"the link of a {store['kind']} store was not probed", valid="disk, or a paced store")
     threads, pieces = store["io_threads"], store.get("pieces", 1)
     alone = probe.get("alone_bytes_s")
     return LinkModel(
-        statistics.median(samples),
+        statistics.median(probe["bandwidth_bytes_s"]),
         statistics.median(alone) if alone else None,
         concurrency=max(1, threads // pieces),
         background=max(1, threads // 4 // pieces),

@@ -16,7 +16,7 @@ from moexp.errors import MoexpError
 from moexp.records import RequestRecord, StepRecord, read_records
 from moexp.report import PROBE, REQUESTS, SETTINGS, STEPS, Row, View, read_json, text, to_csv, view_text
 from moexp.runtime.recording_file import ROUTING, Recording, read_recording
-from moexp.sim.fit import Fit, fit_steps, link_of
+from moexp.sim.fit import Fit, fit_steps, has_link, link_of
 from moexp.sim.machine import MachineModel
 from moexp.sim.replay import EXACT, Comparison, compare, replay
 
@@ -43,10 +43,14 @@ def validate(folder: Path, results: Path, name: str) -> list[Path]:
     if not places:
         raise MoexpError("no recorded run", where=str(folder), valid="run: moexp bench")
     fit = resident_fit(folder / RESIDENT)
-    rows = [row for place in places for row in validate_platform(place, fit, f"{RESIDENT} ({fit.steps} cycles)")]
+    known = [place for place in places if has_link(read_recording(place).info.store, read_json(place / PROBE) or {})]
+    if not known:
+        raise MoexpError("no recorded run whose link is known", where=str(folder), valid="disk, or a paced platform")
+    rows = [row for place in known for row in validate_platform(place, fit, f"{RESIDENT} ({fit.steps} cycles)")]
+    left_out = [place.name for place in places if place not in known]
     path = results / name / "simulation" / "validation.csv"
     atomic.write_text(path, to_csv(COLUMNS, rows))
-    atomic.write_text(path.with_suffix(".md"), _markdown(name, rows))
+    atomic.write_text(path.with_suffix(".md"), _markdown(name, rows, left_out))
     return [path, path.with_suffix(".md")]
 
 
@@ -130,7 +134,7 @@ def _speedups(one: Comparison, ar: Comparison | None) -> tuple[float | None, flo
     )
 
 
-def _markdown(name: str, rows: Sequence[Row]) -> str:
+def _markdown(name: str, rows: Sequence[Row], left_out: Sequence[str]) -> str:
     header = [
         "run",
         "method",
@@ -161,6 +165,7 @@ def _markdown(name: str, rows: Sequence[Row]) -> str:
         "platform's probe, the link on that probe alone; nothing is fitted to the times shown. Counters: demanded, "
         "covered, missed, prefetched, used and wasted, equal in every cycle or the number of cycles in which they are "
         "not. LOO: the error that is left after one factor from the other methods of the run.",
+        *([f"Left out, for nobody probed their link: {', '.join(left_out)}."] if left_out else []),
     ]
     return "\n\n".join(parts) + "\n"
 
