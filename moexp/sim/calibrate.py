@@ -206,14 +206,11 @@ def _compute(times: ComputeTimes, geometry: Geometry, how: str, sources: dict[st
     each_one, each_block = _each(times.draft_one, one), _each(ar, times.verify)
     routed = line(each_one, each_block)
     router = max(0.0, (ar.moe - ar.shared - ar.experts * each_block) / moe)
-    router_one = max(0.0, (one.moe - one.shared - one.draft - one.experts * each_one) / moe)
+    router_one = max(0.0, (one.moe - one.shared - one.experts * each_one) / moe)
     fixed = line(
         max(
             0.0,
-            one.total
-            - layers * attention[0]
-            - moe * (shared[0] + router_one + one.draft / moe)
-            - one.experts * each_one,
+            one.total - layers * attention[0] - moe * (shared[0] + router_one) - one.experts * each_one,
         ),
         max(0.0, ar.total - ar.attention - ar.shared - moe * router - ar.experts * each_block),
     )
@@ -227,7 +224,7 @@ def _compute(times: ComputeTimes, geometry: Geometry, how: str, sources: dict[st
         "routed_us_per_token": routed[1],
         "fixed_us": fixed[0],
         "fixed_us_per_token": fixed[1],
-        "draft_expert_us": times.draft_one.draft / moe,
+        "draft_expert_us": max(0.0, times.draft_one.draft - one.shared) / moe,
     }
     sources |= {f"compute.{name}": how for name in found}
     sources["compute.router_us"] += "; router and bookkeeping of an AR step"

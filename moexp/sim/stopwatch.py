@@ -1,7 +1,8 @@
 """How long the parts of a decoding step take, measured inside the runtime: with its kernels, shapes and padding.
 
 Four kinds of steps are run in turn over a store with every expert in memory, and each part is read off from two of
-them: a draft step of one row with one and with k experts, a one-token AR step, a verification of a whole block.
+them: a draft step of one row with one expert and the draft expert, one with k experts and no draft expert, a one-token
+AR step, a verification of a whole block.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ PARTS = ("attention", "moe", "shared", "draft", "routed")
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Microseconds of one kind of step: the whole, its parts over all layers, and the layer-experts it computed."""
+    """Microseconds of one kind of step: the whole, its parts over all layers, and the layer-experts it computed.
+
+    `draft` is of shared and draft experts together, which run as one block; `shared` of the shared ones alone.
+    """
 
     total: float
     attention: float
@@ -61,7 +65,7 @@ class TimedEngine(Engine):
             if moe is not None:
                 moe.many = self._watched("moe", moe.many)
                 moe.shared = moe.shared and self._watched("shared", moe.shared)
-                moe.draft = moe.draft and self._watched("draft", moe.draft)
+                moe.drafting = moe.drafting and self._watched("draft", moe.drafting)
                 computes = moe.compute
         for compute in computes.values():  # one for all layers
             compute.block = self._watched("routed", compute.block)
@@ -102,7 +106,7 @@ def time_steps(
     block = list(prompt[-engine.block :])
     kinds: dict[str, tuple[list[int], StepPath]] = {
         "draft_one": (block[:1], StepPath("draft", top_r=1, draft_experts=True)),
-        "draft_all": (block[:1], StepPath("draft", top_r=engine.spec.top_k, draft_experts=True)),
+        "draft_all": (block[:1], StepPath("draft", top_r=engine.spec.top_k)),
         "ar": (block[:1], AR),
         "verify": (block, VERIFY),
     }
