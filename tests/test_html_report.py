@@ -198,7 +198,7 @@ def test_reproduce_ends_with_the_report(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.chdir(tmp_path)
     reports: list[Path] = []
-    name, run = pipeline._stages(RECIPE, Console(quiet=True), [], reports)[-1]
+    name, run = pipeline._stages(RECIPE, Console(quiet=True), [], reports, [])[-1]
     assert name == "report" and run() is None
     assert reports == [Path("results/tiny/REPORT.md"), Path("results/tiny/report.html")]
     assert "No records." in reports[0].read_text() and all(path.exists() for path in reports)
