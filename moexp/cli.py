@@ -251,16 +251,18 @@ PaperOption = Annotated[str, typer.Option("--paper", metavar="NAME", help="Whose
 @command(app, "bench", "moexp bench --recipe pocket --table 2")
 def bench(
     recipe: RecipeOption = "pocket",
-    table: Annotated[str, typer.Option("--table", "-t", metavar="N|all", help="A table's number, or all.")] = "all",
+    table: Annotated[str | None, typer.Option("--table", "-t", metavar="N|all", help="A table, or all.")] = None,
+    figure: Annotated[str | None, typer.Option("--figure", metavar="N", help="A figure, and no table.")] = None,
     paper: PaperOption = "draftexpert",
     changes: SetOption = None,
     out: OutOption = None,
 ) -> None:
-    """Measure the tables of a paper; what is measured already is kept."""
-    from moexp.bench.tables import parse_tables, run_bench
+    """Measure the tables of a paper, or one of its figures; what is measured already is kept."""
+    from moexp.bench.tables import parse_asked, run_bench
 
-    numbers = parse_tables(table, paper)
-    _say_files(run_bench(load(recipe, changes), numbers, paper=paper, out=out), show=len(numbers) == 1)
+    numbers, name = parse_asked(table, figure, paper)
+    files = run_bench(load(recipe, changes), numbers, figure=name, paper=paper, out=out)
+    _say_files(files, show=numbers is not None and len(numbers) == 1)
 
 
 @command(app, "tune", "moexp tune --recipe pocket")

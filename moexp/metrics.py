@@ -227,7 +227,7 @@ def by_request(steps: Iterable[StepRecord]) -> dict[int, list[StepRecord]]:
 def bootstrap(per_prompt: Sequence[Ratio], *, seed: int = 0, samples: int = 2000, level: float = 0.95) -> Interval:
     """The pooled ratio with a percentile bootstrap interval over prompts, the same for the same seed."""
     rows_P2 = np.array([(ratio.num, ratio.den) for ratio in per_prompt], dtype=float).reshape(-1, 2)
-    ends = _bootstrap_ends(rows_P2, lambda s_S2: s_S2[:, 0] / s_S2[:, 1], seed, samples, level)
+    ends = bootstrap_ends(rows_P2, lambda s_S2: s_S2[:, 0] / s_S2[:, 1], seed, samples, level)
     return Interval(pooled(per_prompt).value, ends[0], ends[1], len(per_prompt))
 
 
@@ -236,15 +236,20 @@ def bootstrap_quotient(
 ) -> Interval:
     """`quotient` of two pooled ratios with its interval; a prompt's two arms are drawn together."""
     rows_P4 = np.array([(a.num, a.den, b.num, b.den) for a, b in per_prompt], dtype=float).reshape(-1, 4)
-    ends = _bootstrap_ends(rows_P4, lambda s: (s[:, 0] / s[:, 1]) / (s[:, 2] / s[:, 3]), seed, samples, level)
+    ends = bootstrap_ends(rows_P4, lambda s: (s[:, 0] / s[:, 1]) / (s[:, 2] / s[:, 3]), seed, samples, level)
     value = quotient(pooled(a for a, _ in per_prompt), pooled(b for _, b in per_prompt))
     return Interval(value, ends[0], ends[1], len(per_prompt))
 
 
-def _bootstrap_ends(
+def bootstrap_ends(
     rows_Pm: Array, statistic: Callable[[Array], Array], seed: int, samples: int, level: float
 ) -> tuple[float, float] | tuple[None, None]:
-    """Percentiles of the statistic of column sums over resampled rows."""
+    """Percentiles of the statistic of column sums over resampled rows; None where there are fewer than two rows.
+
+    Args:
+        rows_Pm: one row a prompt.
+        statistic: from column sums [S, m] of each sample to its value [S]; one that is not finite is left out.
+    """
     prompts = len(rows_Pm)
     if prompts < 2:
         return None, None

@@ -249,14 +249,22 @@ def rebuild(
 
 
 def write_results(
-    recipe: Any, paper: str, folder: Path, results: Path, numbers: Collection[int] | None = None
+    recipe: Any,
+    paper: str,
+    folder: Path,
+    results: Path,
+    numbers: Collection[int] | None = None,
+    figure: str | None = None,
 ) -> list[Path]:
-    """Writes the tables `numbers` (all if None) and the figures that there are data for; returns their files."""
+    """Writes the tables `numbers` (all if None) and the figures that there are data for; returns their files.
+
+    With `figure`, writes that figure alone.
+    """
     from moexp.bench.figures import draw_figures
     from moexp.stages import trace_folder
 
-    tables = write_tables(recipe, paper, folder, results, numbers)
-    return tables + draw_figures(recipe, paper, folder, trace_folder(recipe), results)
+    tables = write_tables(recipe, paper, folder, results, numbers) if figure is None else []
+    return tables + draw_figures(recipe, paper, folder, trace_folder(recipe), results, figure)
 
 
 def write_tables(

@@ -459,6 +459,22 @@ def check_tables(folder: Path, out: Path) -> None:
     assert (out / "recipe.yaml").exists() and (out / "local-disk" / STEPS).exists()
 
 
+def test_one_figure_is_measured_and_written_alone(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "run"
+    shown = moexp_("bench", "--figure", "4", "--out", str(out))
+    folder = Path("results/tiny/draftexpert")
+    files = [folder / f"figure_4.{kind}" for kind in ("png", "svg", "csv")]
+    assert shown.split() == [str(file) for file in files] and sorted(folder.iterdir()) == sorted(files)
+    assert not (out / "ablation").exists()  # of another table
+    with open(files[2]) as file:
+        rows = list(csv.DictReader(file))
+    assert {row["platform"] for row in rows} <= {"local-disk", "paced-mn", "resident"}
+    weights = json.loads((out / "target.json").read_text())["weights"]
+    stored = sum(path.stat().st_size for path in find_target(recipe).glob("*.safetensors"))
+    assert 0.9 * stored < weights[0]["routed_bytes"] + weights[0]["rest_bytes"] <= stored
+
+
 def test_draft_experts_that_are_not_trained_are_asked_for(recipe: Recipe, moexp_home: Path, tmp_path: Path):
     (moexp_home / "drafts").unlink()
     with pytest.raises(MoexpError, match="moexp train-draft-expert --recipe tiny"):

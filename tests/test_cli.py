@@ -30,7 +30,7 @@ FLAGS = {
     "eval": {"--recipe", "-r", "--tokens", "--set", "-s", "--out", "-o"},
     "write-corpus": {"--author", "--tokens", "--recipe", "-r", "--set", "-s", "--out", "-o"},
     "reproduce": {"--recipe", "-r", "--set", "-s"},
-    "bench": {"--recipe", "-r", "--table", "-t", "--paper", "--set", "-s", "--out", "-o"},
+    "bench": {"--recipe", "-r", "--table", "-t", "--figure", "--paper", "--set", "-s", "--out", "-o"},
     "tune": {"--recipe", "-r", "--set", "-s", "--out", "-o"},
     "platforms": set(),
     "calibrate": {"--recipe", "-r", "--set", "-s", "--out", "-o"},

@@ -107,8 +107,8 @@ def test_draftexperts_figures_hold_what_tables_and_trace_say(draftexpert: Path, 
     recipe = load_recipe("tiny", ["bench.bootstrap_samples=20"])
     files = draw_figures(recipe, "draftexpert", draftexpert, trace, tmp_path / "results")
     folder = tmp_path / "results" / "tiny" / "draftexpert"
-    names = ("speedup", "acceptance", "5")
-    assert files == [folder / f"figure_{name}.{kind}" for name in names for kind in ("png", "csv")]
+    names = ("2", "4", "5", "speedup", "acceptance")
+    assert files == [folder / f"figure_{name}.{kind}" for name in names for kind in ("png", "svg", "csv")]
     speed = {(row["platform"], row["method"]): row for row in read(folder / "figure_speedup.csv")}
     assert {method for _, method in speed} == {"top-1", FIXED, "draft-expert"}
     full = speed["paced-cg", "draft-expert"]
@@ -124,7 +124,8 @@ def test_draftexperts_figures_hold_what_tables_and_trace_say(draftexpert: Path, 
         ("1", "2", "2"),
         ("2", "3.5", "3.5"),
     ]
-    assert all(row["tag"] in ("measured", "emulated") for file in files if file.suffix == ".csv" for row in read(file))
+    tags = {row["tag"] for file in files if file.suffix == ".csv" for row in read(file)}
+    assert tags == {"measured", "emulated", "paper"}
 
 
 def test_ecospecs_figures_hold_steps_their_fit_and_the_papers_sizes(ecospec: Path, trace: Path, tmp_path: Path):
@@ -164,9 +165,9 @@ def test_what_has_no_data_is_left_out(draftexpert: Path, trace: Path, tmp_path: 
     nothing = tmp_path / "nothing"
     assert draftexpert_plots(nothing, None) == [] and ecospec_plots(nothing, nothing) == []
     assert drawn(draftexpert_plots(nothing, trace)) == ["5"]
-    assert drawn(draftexpert_plots(draftexpert, None, samples=5)) == ["speedup", "acceptance"]
+    assert drawn(draftexpert_plots(draftexpert, None, samples=5)) == ["2", "4", "speedup", "acceptance"]
     (draftexpert / "draft_metrics.json").write_text(json.dumps({"metrics": {"top-1": {"acceptance": 0.4}}}))
-    assert drawn(draftexpert_plots(draftexpert, None, samples=5)) == ["speedup"]
+    assert drawn(draftexpert_plots(draftexpert, None, samples=5)) == ["2", "4", "speedup"]
 
     one = ecospec_plots(_eco(tmp_path / "one", gammas=(4,)), None, samples=5)
     assert drawn(one) == ["1"] and {row["panel"] for row in one[0].rows} == {"a", "c"}
@@ -206,7 +207,7 @@ def test_report_draws_from_the_recipes_own_trace_and_the_same_bytes_each_time(
         [file for file in rebuild(recipe, "ecospec", out=ecospec, results=tmp_path / name) if "figure" in file.name]
         for name in ("a", "b")
     )
-    assert [file.name for file in once[::2]] == ["figure_1.png", "figure_4.png", "figure_gamma.png"]
+    assert [file.name for file in once[::3]] == ["figure_1.png", "figure_4.png", "figure_gamma.png"]
     assert [file.read_bytes() for file in once] == [file.read_bytes() for file in again]
 
 

@@ -36,6 +36,7 @@ from moexp.runtime.method import Method
 from moexp.schema import DecodeSection
 from moexp.target.draft_expert import DraftExperts, read_header
 from moexp.target.load import Target, target_identity
+from moexp.target.weights import weight_sizes
 
 TIMED, COUNTED, TRAINED = (2, 3, 4), (3,), (5,)  # tables that need the platforms, the resident run, the ablation
 
@@ -72,6 +73,9 @@ def measure(recipe: Recipe, tables: Collection[int], platforms: list[Platform], 
 def describe(recipe: Recipe, target: Target, folder: Path) -> None:
     """Keeps what the tables need to know of the target and its draft experts."""
     spec, header = target.spec, read_header(draft_folder(recipe))
+    folders = [target.folder]
+    if any(find_platform(name).padded for name in recipe.bench.platforms):
+        folders.append(find_target(recipe, padded=True))
     kept = {
         "name": recipe.name,
         "fingerprint": target_identity(target.folder),
@@ -80,6 +84,7 @@ def describe(recipe: Recipe, target: Target, folder: Path) -> None:
         "num_experts": spec.num_experts,
         "moe_layers": len(spec.moe_layers),
         "num_shared": spec.num_shared,
+        "weights": [weight_sizes(place) for place in dict.fromkeys(folders)],
     }
     atomic.write_json(folder / TARGET, kept)
     metrics = {key: header.get(key) for key in ("metrics", "training", "width")}

@@ -1,24 +1,27 @@
-"""DraftExpert's figures: speedup, acceptance by position, and the union's growth. Imports no torch."""
+"""DraftExpert's figures by name, and of them speedup, acceptance by position, and figure 5. Imports no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moexp.bench.draftexpert_data import AR, FIXED, TOP_1_FULL, TRUNCATED, Run, load_run
+from moexp.bench.draftexpert_draft_figures import DRAFTER_LOOKS, OURS, expansion, tradeoff
+from moexp.bench.draftexpert_load_figures import offloading, verification
 from moexp.bench.draftexpert_speed import table_2
 from moexp.bench.plot import (
     BLACK,
-    BLUE,
-    GREEN,
-    GREY,
     GROWTH_COLUMNS,
+    LIGHT,
     ORANGE,
-    PURPLE,
+    OTHER_LOOK,
     SKY,
     Plot,
     draw_growth,
+    draw_series,
     growth_rows,
+    legend_beside,
     number,
     run_source,
     trace_source,
@@ -30,27 +33,26 @@ from moexp.report import MEASURED, PAPER, Row, provenance_lines, text_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-OURS = "draft-expert"
 LABELS = {
     TOP_1_FULL: "top-1, truncated, prefetch",
     FIXED: "draft-expert, fixed K",
     TRUNCATED: "draft-expert, no prefetch",
 }
-STYLES = {"top-1": (SKY, "s"), "top-2": (GREEN, "^"), "top-3": (PURPLE, "D"), OURS: (BLUE, "o")}
-"""Colour and marker of a drafter."""
 
 
-def draftexpert_plots(folder: Path, trace: Path | None, samples: int = 2000) -> list[Plot]:
-    """The figures that a run folder and a trace allow."""
+def draftexpert_plots(
+    folder: Path, trace: Path | None, samples: int = 2000, only: Collection[str] | None = None
+) -> list[Plot]:
+    """The figures (those named in `only`; None: all) that a run folder and a trace allow."""
     run = load_run(folder, samples)
-    found = [_speedup(run), _acceptance(run, folder), _growth(trace)]
+    found = [make(run, folder, trace) for name, make in PLOTS.items() if only is None or name in only]
     return [plot for plot in found if plot is not None]
 
 
 # --- speedup ---
 
 
-def _speedup(run: Run) -> Plot | None:
+def _speedup(run: Run, _: Path, __: Path | None) -> Plot | None:
     table = table_2(run, load_paper("draftexpert"))
     columns = ["target", "platform", "method", "workload", "settings", "tag", "prompts"]
     columns += with_ends("speedup", "byte_bound")
@@ -78,14 +80,16 @@ def _draw_speedup(figure: Figure, rows: list[Row]) -> None:
     panels = figure.subplots(len(by_platform), 1, sharex=True, squeeze=False, height_ratios=ratios)[:, 0]
     for axes, (title, mine) in zip(panels, by_platform.items(), strict=True):
         places = range(len(mine))
-        colors = [BLUE if str(row["method"]).startswith(OURS) else GREY for row in mine]
+        colors = [SKY if str(row["method"]).startswith(OURS) else LIGHT for row in mine]
         axes.barh(places, [number(row["speedup"]) for row in mine], 0.66, color=colors)
         for place, row in zip(places, mine, strict=True):
             if row["speedup_lo"] is not None:
                 ends = [number(row["speedup_lo"]), number(row["speedup_hi"])]
                 axes.plot(ends, [place, place], color=BLACK, linewidth=1.3)
             if row["byte_bound"] is not None:
-                axes.plot(number(row["byte_bound"]), place, marker="|", color=ORANGE, markersize=11, markeredgewidth=2)
+                for color, width in (("white", 3.4), (ORANGE, 2)):  # seen on a bar in grey print too
+                    bound = number(row["byte_bound"])
+                    axes.plot(bound, place, marker="|", color=color, markersize=11, markeredgewidth=width)
             words = text_of(row, "speedup")
             axes.text(1.01, place, words, transform=axes.get_yaxis_transform(), va="center", fontsize=8)
         axes.axvline(1, color=BLACK, linewidth=0.8, linestyle=":")
@@ -96,14 +100,14 @@ def _draw_speedup(figure: Figure, rows: list[Row]) -> None:
         axes.grid(axis="x")
     panels[-1].set_xlim(left=0)
     panels[-1].set_xlabel(
-        "speedup, times AR\n(dotted: AR; black line: 95% interval over prompts; orange mark: byte bound alpha k / E)"
+        "speedup, times AR\n(dotted: AR; black line: 95% interval over prompts; upright mark: byte bound alpha k / E)"
     )
 
 
 # --- acceptance by position ---
 
 
-def _acceptance(run: Run, folder: Path) -> Plot | None:
+def _acceptance(run: Run, folder: Path, _: Path | None) -> Plot | None:
     columns = ["target", "drafter", "position", "acceptance", "blocks", "tag"]
     rows: list[Row] = [
         {
@@ -123,24 +127,21 @@ def _draw_acceptance(figure: Figure, rows: list[Row]) -> None:
     axes = figure.subplots()
     for drafter in dict.fromkeys(str(row["drafter"]) for row in rows):
         mine = [row for row in rows if row["drafter"] == drafter]
-        color, marker = STYLES.get(drafter, (BLACK, "x"))
-        axes.plot(
-            [number(row["position"]) for row in mine], [number(row["acceptance"]) for row in mine],
-            color=color, marker=marker, markersize=5, linewidth=2.2 if drafter == OURS else 1.4,
-            label=f"{drafter} ({mine[0]['tag']})",
-        )  # fmt: skip
+        places = [number(row["position"]) for row in mine]
+        look = DRAFTER_LOOKS.get(drafter, OTHER_LOOK)
+        draw_series(axes, places, mine, "acceptance", look, f"{drafter} ({mine[0]['tag']})")
     axes.set_xticks(sorted({int(number(row["position"])) for row in rows}))
     axes.set_ylim(0, 1)
     axes.set_xlabel("drafted position, tokens")
     axes.set_ylabel("share of blocks accepted\nup to this position")
     axes.grid(axis="y")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    legend_beside(axes)
 
 
 # --- figure 5 ---
 
 
-def _growth(trace: Path | None) -> Plot | None:
+def _growth(_: Run, __: Path, trace: Path | None) -> Plot | None:
     rows = growth_rows(trace)
     if trace is None or not rows:
         return None
@@ -152,4 +153,16 @@ def _draw_growth(figure: Figure, rows: list[Row]) -> None:
     axes = figure.subplots()
     draw_growth(axes, rows)
     axes.set_xlabel("block length, tokens")
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    legend_beside(axes)
+
+
+PLOTS: dict[str, Callable[[Run, Path, Path | None], Plot | None]] = {
+    "1": offloading,
+    "2": tradeoff,
+    "3": expansion,
+    "4": verification,
+    "5": _growth,
+    "speedup": _speedup,
+    "acceptance": _acceptance,
+}
+"""Figure -> how it is made from a run, its folder and the folder of a trace; None where they do not allow it."""

@@ -38,7 +38,7 @@ def table_3(run: Run, paper: Paper) -> Table:
     cost_rows: dict[str, dict[str, Row]] = {name: {} for name in drafters}
     counts: dict[str, Row] = {}
     for drafter, method in drafters.items():
-        counts[drafter] = _draft_counts(run, drafter, method)
+        counts[drafter] = draft_counts(run, drafter, method)
         for platform in timed:
             if method not in platform.arms and counts[drafter]["acceptance_ctx"] is None:
                 continue
@@ -47,7 +47,7 @@ def table_3(run: Run, paper: Paper) -> Table:
                 "target": run.target["name"], "platform": platform.name, "drafter": drafter, "tag": platform.tag,
                 **counts[drafter],
             }  # fmt: skip
-            put(row, "cost", run.against(platform.arms.get(method, {}), _draft_cost, base, _draft_cost))
+            put(row, "cost", run.against(platform.arms.get(method, {}), draft_cost, base, draft_cost))
             cost_rows[drafter][platform.name] = row
             table.rows.append(row)
     table.sources += timed
@@ -93,7 +93,7 @@ def table_3(run: Run, paper: Paper) -> Table:
     return table
 
 
-def _draft_counts(run: Run, drafter: str, method: str) -> Row:
+def draft_counts(run: Run, drafter: str, method: str) -> Row:
     """Counts of one drafter, from the resident run and from the draft experts' own measurement."""
     row: Row = {"prompts": None, "blocks": None, "repeated_ngrams": None}
     arms = run.resident.arms.get(method, {}) if run.resident is not None else {}
@@ -111,7 +111,7 @@ def _draft_counts(run: Run, drafter: str, method: str) -> Row:
     return row
 
 
-def _draft_cost(arm: Arm) -> Ratio:
+def draft_cost(arm: Arm) -> Ratio:
     """Seconds of drafting a drafted token, over whole blocks."""
     whole = [step for step in arm.steps if step.drafted == DRAFT_TOKENS]
     return metrics.pooled(Ratio(step.draft_s, step.drafted) for step in whole)

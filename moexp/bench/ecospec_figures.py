@@ -1,14 +1,15 @@
-"""EcoSpec's figures: what a verification step costs, how experts are loaded, and the budget gamma. Imports no torch."""
+"""EcoSpec's figures by name, and of them what a verification step costs and the budget gamma. Imports no torch."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moexp.bench.ecospec_data import AR, CHEAPEST, ECOSPEC, EPSILON, GLOBAL, ORACLE, EcoRun, load_eco_runs, parts_of
+from moexp.bench.ecospec_load_figure import expert_load
 from moexp.bench.ecospec_tables import table_11
 from moexp.bench.plot import (
     BLACK,
@@ -16,18 +17,19 @@ from moexp.bench.plot import (
     GREEN,
     GREY,
     GROWTH_COLUMNS,
-    LOAD,
     ORANGE,
+    OTHER_LOOK,
+    Look,
     Plot,
     draw_growth,
+    draw_series,
     growth_rows,
     number,
-    read_trace,
     run_source,
     trace_source,
 )
 from moexp.bench.rows import with_ends
-from moexp.papers import Paper, load_paper
+from moexp.papers import load_paper
 from moexp.report import MEASURED, PAPER, Measured, Row, provenance_lines
 
 if TYPE_CHECKING:
@@ -35,30 +37,34 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STEP, FIT = "step", "linear fit"
-COLORS = {AR: BLACK, "confidence": ORANGE, ECOSPEC: BLUE, GLOBAL: GREEN}
+LOOKS = {
+    AR: Look(BLACK, "D", ":"),
+    "confidence": Look(ORANGE, "s", "--"),
+    ECOSPEC: Look(BLUE, "o", "-"),
+    GLOBAL: Look(GREEN, "^", "-."),
+}
 """By selection."""
 
 WIDEST = 3  # panels in a row
-SPREAD = ("lowest", "lower_quartile", "median", "upper_quartile", "highest")
-MOST = 4.0  # the heatmap's colours end at this many times the mean, and at its inverse
-UNUSED = 1e-9  # where an expert that no token chose stands on a log scale: beyond its end
 
 
-def ecospec_plots(folder: Path, trace: Path | None, samples: int = 2000) -> list[Plot]:
-    """The figures that a run folder and a trace allow."""
-    runs, paper = load_eco_runs(folder, samples), load_paper("ecospec")
-    found = [_costs(runs, paper, folder, trace), _load(trace), _gamma(runs, paper)]
+def ecospec_plots(
+    folder: Path, trace: Path | None, samples: int = 2000, only: Collection[str] | None = None
+) -> list[Plot]:
+    """The figures (those named in `only`; None: all) that a run folder and a trace allow."""
+    runs = load_eco_runs(folder, samples)
+    found = [make(runs, folder, trace) for name, make in PLOTS.items() if only is None or name in only]
     return [plot for plot in found if plot is not None]
 
 
 # --- figure 1 ---
 
 
-def _costs(runs: Sequence[EcoRun], paper: Paper, folder: Path, trace: Path | None) -> Plot | None:
+def _costs(runs: Sequence[EcoRun], folder: Path, trace: Path | None) -> Plot | None:
     """Panels (a), one a platform, (b) and (c), each of them left out where nothing of it is measured."""
     greedy = [found for run in runs for found in _greedy_runs(run)]
     steps = [_step_rows(run) for run in runs]
-    growth, sizes = growth_rows(trace), _size_rows(runs[0], paper)
+    growth, sizes = growth_rows(trace), _size_rows(runs[0])
     rows: list[Row] = [row for of_platform in steps for row in [*_fit_rows(of_platform), *of_platform]]
     sources = provenance_lines(greedy) if rows else [run_source(folder)] if sizes else []
     if trace is not None and growth:
@@ -107,11 +113,11 @@ def _fit_rows(steps: Sequence[Row]) -> list[Row]:
     return [{**line, "unique_experts": x, "verify_ms": start + slope * x} for x in (min(experts), max(experts))]
 
 
-def _size_rows(run: EcoRun, paper: Paper) -> list[Row]:
+def _size_rows(run: EcoRun) -> list[Row]:
     if "expert_bytes" not in run.target:
         return []
     sizes = [(str(run.target.get("name")), run.target["expert_bytes"] / 1e6, MEASURED)]
-    sizes += [(target, megabytes, PAPER) for target, megabytes in paper.figures[1]["expert_mb"].items()]
+    sizes += [(target, megabytes, PAPER) for target, megabytes in load_paper("ecospec").figures[1]["expert_mb"].items()]
     return [
         {"panel": "c", "series": "expert size", "tag": tag, "target": target, "expert_mb": megabytes}
         for target, megabytes, tag in sizes
@@ -139,12 +145,13 @@ def _draw_costs(figure: Figure, rows: list[Row]) -> None:
 
 def _draw_steps(axes: Axes, rows: list[Row]) -> None:
     steps, line = ([row for row in rows if row["series"] == series] for series in (STEP, FIT))
-    for selection, color in COLORS.items():
+    for selection, look in LOOKS.items():
         mine = [row for row in steps if _selection(str(row["method"])) == selection]
         if mine:
             axes.scatter(
                 [number(row["unique_experts"]) for row in mine], [number(row["verify_ms"]) for row in mine],
-                s=9, color=color, alpha=0.5, linewidths=0, label="AR" if selection == AR else selection,
+                s=9, color=look.color, marker=look.marker, alpha=0.5, linewidths=0,
+                label="AR" if selection == AR else selection,
             )  # fmt: skip
     if line:
         (left, low), (right, high) = ((number(row["unique_experts"]), number(row["verify_ms"])) for row in line)
@@ -155,7 +162,7 @@ def _draw_steps(axes: Axes, rows: list[Row]) -> None:
     axes.set_xlabel("unique experts, all layers")
     axes.set_ylabel("verification, ms")
     axes.grid(axis="y")
-    axes.legend(loc="best", fontsize=7, handlelength=1.4)
+    axes.legend(loc="best", fontsize=7, handlelength=1.4, markerscale=1.6)
 
 
 def _selection(method: str) -> str:
@@ -189,76 +196,15 @@ def _draw_sizes(axes: Axes, rows: list[Row]) -> None:
     axes.grid(axis="x")
 
 
-# --- figure 4 ---
-
-
-def _load(trace: Path | None) -> Plot | None:
-    loads = read_trace(trace, LOAD)
-    if trace is None or not loads:
-        return None
-    layers = list(dict.fromkeys(row["layer"] for row in loads))
-    by_layer = {layer: [row for row in loads if row["layer"] == layer] for layer in layers}
-    rows: list[Row] = [{"panel": "a", **row} for row in loads]
-    for layer, mine in by_layer.items():
-        values = sorted(number(row["load_over_mean"]) for row in mine)
-        quartiles = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-        spread: Row = dict(zip(SPREAD, [values[0], *quartiles, values[-1]], strict=True))
-        rows.append({"panel": "b", "layer": layer, "tag": mine[0]["tag"], **spread})
-    columns = ["panel", "layer", "expert", "tokens", "load_over_mean", *SPREAD, "tag"]
-    height = min(9.0, 1.8 + max(1.6, 0.13 * len(layers)))
-    return Plot("4", "How evenly experts are used", columns, rows, _draw_load, height, [trace_source(trace)])
-
-
-def _draw_load(figure: Figure, rows: list[Row]) -> None:
-    from matplotlib.colors import LogNorm
-
-    cells, spreads = ([row for row in rows if row["panel"] == panel] for panel in "ab")
-    layers = [str(row["layer"]) for row in spreads]
-    by_layer = {layer: [number(r["load_over_mean"]) for r in cells if str(r["layer"]) == layer] for layer in layers}
-    grid = [[max(value, UNUSED) for value in values] for values in by_layer.values()]
-    heat, spread = figure.subplots(1, 2, sharey=True, width_ratios=(1.7, 1))
-    tag = cells[0]["tag"]
-    image = heat.imshow(grid, norm=LogNorm(1 / MOST, MOST), cmap="PuOr_r", aspect="auto", interpolation="nearest")
-    heat.set_title(f"(a) load of each expert ({tag})")
-    heat.set_xlabel("expert")
-    heat.set_ylabel("layer")
-    every = -(-len(layers) // 30)
-    heat.set_yticks(range(0, len(layers), every), layers[::every], fontsize=7)
-    bar = figure.colorbar(image, ax=heat, location="bottom", extend="both", fraction=0.05, pad=0.02, aspect=40)
-    marks = [1 / MOST, 1 / 2, 1.0, 2.0, MOST]
-    bar.set_ticks(marks, labels=[_times(mark) for mark in marks])
-    bar.minorticks_off()
-    bar.set_label("load over the layer's mean (log scale)")
-
-    for place, row in enumerate(spreads):
-        ends = [max(number(row[name]), UNUSED) for name in SPREAD]
-        spread.plot([ends[0], ends[4]], [place, place], color=GREY, linewidth=0.8)
-        spread.plot([ends[1], ends[3]], [place, place], color=BLUE, linewidth=3.4, solid_capstyle="butt")
-        spread.plot(ends[2], place, marker="|", color=BLACK, markersize=5, markeredgewidth=1.4)
-    spread.axvline(1, color=BLACK, linewidth=0.8, linestyle=":")
-    spread.tick_params(axis="y", length=0)
-    spread.set_xscale("log", base=2)
-    spread.set_xlim(left=1 / 16)
-    spread.xaxis.set_major_formatter(lambda value, _: _times(value))
-    spread.set_title(f"(b) range, quartiles, median ({tag})")
-    spread.set_xlabel("load over the layer's mean (log scale)")
-    spread.grid(axis="x")
-
-
-def _times(value: float) -> str:
-    """4, or 1/4."""
-    return f"{value:g}" if value >= 1 else f"1/{1 / value:g}"
-
-
 # --- gamma ---
 
 
-def _gamma(runs: Sequence[EcoRun], paper: Paper) -> Plot | None:
+def _gamma(runs: Sequence[EcoRun], _: Path, __: Path | None) -> Plot | None:
     """Of table 11, what is measured on the first platform with several budgets; None where there is none."""
     columns = ["target", "platform", "method", "budget", "temperature", "workload", "prompts", "tag"]
     columns += with_ends("alpha", "experts_per_layer")
     for run in runs:
-        table = table_11(run, paper)
+        table = table_11(run, load_paper("ecospec"))
         ours = [{**row, "platform": run.platform} for row in table.rows if row["tag"] != PAPER]
         rows: list[Row] = [{name: row.get(name) for name in columns} for row in ours]
         if len({row["budget"] for row in rows}) > 1:
@@ -271,22 +217,24 @@ def _draw_gamma(figure: Figure, rows: list[Row]) -> None:
     labels = {"experts_per_layer": "E, unique experts a layer", "alpha": "alpha, tokens a step"}
     panels = figure.subplots(1, 2)
     for axes, (name, label) in zip(panels, labels.items(), strict=True):
-        for method in dict.fromkeys(str(row["method"]) for row in rows):
+        for place, method in enumerate(dict.fromkeys(str(row["method"]) for row in rows)):
             mine = [row for row in rows if row["method"] == method and row[name] is not None]
             if not mine:
                 continue
-            color = COLORS.get(_selection(method), GREY)
-            marker = "o" if _selection(method) == ECOSPEC else "s"
-            budgets = [number(row["budget"]) for row in mine]
-            values = [number(row[name]) for row in mine]
-            axes.plot(budgets, values, color=color, marker=marker, markersize=5, label=f"{method} ({mine[0]['tag']})")
-            for budget, row in zip(budgets, mine, strict=True):
-                if row[f"{name}_lo"] is not None:
-                    ends = [number(row[f"{name}_lo"]), number(row[f"{name}_hi"])]
-                    axes.plot([budget, budget], ends, color=color, linewidth=1.2, alpha=0.6)
+            budgets = [number(row["budget"]) + 0.06 * place for row in mine]  # intervals do not cover each other
+            look = LOOKS.get(_selection(method), OTHER_LOOK)
+            draw_series(axes, budgets, mine, name, look, f"{method} ({mine[0]['tag']})")
         axes.set_xticks(sorted({int(number(row["budget"])) for row in rows}))
         axes.set_ylim(bottom=0)
         axes.set_xlabel("gamma, nodes verified a step (line: 95% interval)")
         axes.set_ylabel(label)
         axes.grid(axis="y")
-    panels[0].legend(loc="lower right")
+    panels[0].legend(loc="lower right", handlelength=3.2)
+
+
+PLOTS: dict[str, Callable[[Sequence[EcoRun], Path, Path | None], Plot | None]] = {
+    "1": _costs,
+    "4": expert_load,
+    "gamma": _gamma,
+}
+"""Figure -> how it is made from runs, their folder and the folder of a trace; None where they do not allow it."""

@@ -1,7 +1,7 @@
-"""What figures share: a PNG beside a CSV of what it shows, its look, and the routing trace's tables. Imports no torch.
+"""What figures share: a PNG and an SVG beside a CSV of what they show, their look, and a routing trace's tables.
 
 A figure is drawn from the rows of its CSV and from nothing else, and every row is tagged. The same records give the
-same bytes. matplotlib is imported only to draw, and never through pyplot.
+same bytes. matplotlib is imported only to draw, and never through pyplot; torch not at all.
 """
 
 from __future__ import annotations
@@ -22,10 +22,30 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BLUE, ORANGE, GREEN, PURPLE, SKY, GREY, BLACK = (
-    "#0072B2", "#D55E00", "#009E73", "#AA5588", "#56B4E9", "#8A8A8A", "#222222",
+BLUE, ORANGE, GREEN, PURPLE, SKY, LIGHT, GREY, BLACK = (
+    "#0072B2", "#D55E00", "#009E73", "#AA5588", "#56B4E9", "#D9D9D9", "#8A8A8A", "#222222",
 )  # fmt: skip
 """Okabe and Ito's palette, which colour-blind readers can tell apart (purple darkened)."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a series is drawn. No two series of a figure share a marker or a line: colours are lost in grey print."""
+
+    color: str
+    marker: str
+    line: str | tuple[int, tuple[float, ...]] = "-"
+    hollow: bool = False
+
+
+PLATFORM_LOOKS = {
+    "local-disk": Look(BLUE, "o", "-"),
+    "paced-cg": Look(ORANGE, "s", "--"),
+    "paced-mn": Look(GREEN, "^", "-."),
+    "resident": Look(PURPLE, "D", ":"),
+}
+OTHER_LOOK = Look(SKY, "v", (0, (6, 1, 1, 1, 1, 1)))
+PAPER_LOOK = Look(BLACK, "*", (0, (1, 1.5)), hollow=True)
 
 WIDTH = 8.0  # inches
 DPI = 200
@@ -45,7 +65,15 @@ STYLE: dict[str, Any] = {
     "legend.frameon": False,
     "legend.fontsize": 8,
     "text.parse_math": False,  # names and commands are shown as they are
+    "hatch.linewidth": 0.6,
+    "svg.hashsalt": "moexp",  # ids in an SVG are random otherwise
 }
+
+KINDS: dict[str, dict[str, Any]] = {
+    "png": {"Software": None},
+    "svg": {"Date": None, "Creator": None},
+}
+"""File types of a figure's image, and what each says of itself: no date and no version."""
 
 LOAD, UNION, MANIFEST = "expert_load.csv", "union_growth.csv", "manifest.json"
 """Files of a trace's folder, which `moexp.learn.trace` writes."""
@@ -75,21 +103,22 @@ class Plot:
 
 
 def write_plot(folder: Path, plot: Plot) -> list[Path]:
-    """Writes `figure_<name>.png` and `figure_<name>.csv`; returns the two paths.
+    """Writes `figure_<name>` as PNG, SVG and CSV; returns the three paths.
 
     Raises:
         AssertionError: a row without a tag, or with a column that the figure has not.
     """
     assert all(row.get("tag") for row in plot.rows), plot.name
-    files = [folder / f"figure_{plot.name}.png", folder / f"figure_{plot.name}.csv"]
     table = to_csv(plot.columns, plot.rows)
-    atomic.write_bytes(files[0], render(plot))
-    atomic.write_text(files[1], table)
+    files = [folder / f"figure_{plot.name}.{kind}" for kind in (*KINDS, "csv")]
+    for file, kind in zip(files, KINDS, strict=False):
+        atomic.write_bytes(file, render(plot, kind))
+    atomic.write_text(files[-1], table)
     return files
 
 
-def render(plot: Plot) -> bytes:
-    """The PNG, without a date or a version in it."""
+def render(plot: Plot, kind: str = "png") -> bytes:
+    """The image as a file of one of `KINDS`, the same bytes for the same plot."""
     import matplotlib.style
     from matplotlib.figure import Figure
 
@@ -105,13 +134,41 @@ def render(plot: Plot) -> bytes:
         plot.draw(figure, plot.rows)
         place = 0.5 * FOOTER_PT / 72 / height
         figure.text(0.01, place, "\n".join(lines), fontsize=FOOTER_PT, color="#555555", va="bottom", linespacing=1.3)
-        figure.savefig(out, format="png", metadata={"Software": None})
+        figure.savefig(out, format=kind, metadata=KINDS[kind])
     return out.getvalue()
 
 
 def run_source(folder: Path) -> str:
     """Where a run folder comes from, in a line."""
     return f"Provenance of the run: {provenance_text(invocations(folder))}."
+
+
+# --- series ---
+
+
+def draw_series(
+    axes: Axes, places: Sequence[float], rows: Sequence[Row], name: str, look: Look, label: str, *, joined: bool = True
+) -> None:
+    """A series of a column's values, with their intervals where the rows have them.
+
+    Args:
+        places: where on the x axis each row stands.
+        joined: whether a line goes through the points.
+    """
+    axes.plot(
+        places, [number(row[name]) for row in rows], color=look.color, marker=look.marker, label=label,
+        linestyle=look.line if joined else "none", markersize=8 if look.marker == "*" else 5, linewidth=1.4,
+        markerfacecolor="white" if look.hollow else look.color,
+    )  # fmt: skip
+    for place, row in zip(places, rows, strict=True):
+        if row.get(f"{name}_lo") is not None:
+            ends = [number(row[f"{name}_lo"]), number(row[f"{name}_hi"])]
+            axes.plot([place, place], ends, color=look.color, linewidth=1.2, alpha=0.7, marker="_", markersize=4)
+
+
+def legend_beside(axes: Axes) -> None:
+    """The legend to the right of the panel, off the data."""
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), handlelength=3.2)
 
 
 # --- a routing trace ---

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
 
 from moexp import metrics
-from moexp.metrics import Interval, Ratio
+from moexp.metrics import Array, Interval, Ratio
 from moexp.report import Arm
 
 Arms = Mapping[int, Arm]
@@ -26,6 +29,31 @@ class Bootstrapped:
         both = [request for request in arms if request in base]
         pairs = [(of(arms[request]), of_base(base[request])) for request in both]
         return metrics.bootstrap_quotient(pairs, samples=self.samples)
+
+    def median_against(self, pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Interval:
+        """The median of all first values over that of all second ones; a pair holds a prompt's, drawn together."""
+        above, below = ([value for pair in pairs for value in pair[side]] for side in (0, 1))
+        if not above or not below:
+            return Interval(None, None, None, len(pairs))
+        # A row counts what its prompt holds of each value, so that a sample's column sums are the values' weights.
+        of_prompt = np.array([n for side in (0, 1) for n, pair in enumerate(pairs) for _ in pair[side]])
+        rows_PN = (np.arange(len(pairs))[:, None] == of_prompt).astype(float)
+
+        def quotient(times_SN: Array) -> Array:
+            return _medians(above, times_SN[:, : len(above)]) / _medians(below, times_SN[:, len(above) :])
+
+        lo, hi = metrics.bootstrap_ends(rows_PN, quotient, 0, self.samples, 0.95)
+        return Interval(statistics.median(above) / statistics.median(below), lo, hi, len(pairs))
+
+
+def _medians(values: Sequence[float], times_SN: Array) -> Array:
+    """In each sample, the median of the values, each taken so many times; NaN where none is taken."""
+    order = np.argsort(values)
+    upto_SN = times_SN[:, order].cumsum(axis=1)
+    total_S1 = upto_SN[:, -1:]
+    middle = [(upto_SN >= place).argmax(axis=1) for place in ((total_S1 + 1) // 2, total_S1 // 2 + 1)]
+    ordered = np.array(values)[order]
+    return np.where(total_S1[:, 0] > 0, (ordered[middle[0]] + ordered[middle[1]]) / 2, np.nan)
 
 
 def rate(arm: Arm) -> Ratio:

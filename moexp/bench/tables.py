@@ -1,4 +1,4 @@
-"""`moexp bench`: which tables there are of each paper, and the run that fills them."""
+"""`moexp bench`: which tables there are of each paper, and the run that fills them, or a figure."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from moexp.bench import draftexpert_tables, ecospec_tables
+from moexp.bench.figures import FIGURES, check_figure
 from moexp.errors import MoexpError
 from moexp.papers import load_paper
 from moexp.recipe import Recipe
@@ -22,6 +23,7 @@ def run_bench(
     recipe: Recipe,
     tables: Collection[int] | None = None,
     *,
+    figure: str | None = None,
     paper: str = "draftexpert",
     out: Path | None = None,
     results: Path = Path("results"),
@@ -31,6 +33,7 @@ def run_bench(
     Args:
         recipe: names target, draft experts, decoding and platforms.
         tables: numbers; None: all that there are.
+        figure: measure what it needs and write it alone, in place of tables.
         paper: whose tables.
         out: folder of the raw records, in place of one under $MOEXP_HOME.
         results: tables and figures go to `results/<recipe>/<paper>`.
@@ -39,13 +42,18 @@ def run_bench(
         the files of the tables asked for, and of the figures.
 
     Raises:
-        MoexpError: an unknown paper, table or platform, or an earlier stage is missing.
+        MoexpError: an unknown paper, table, figure or platform, or an earlier stage is missing.
     """
     load_paper(paper)
+    if figure is not None:
+        check_figure(figure, paper)
+        tables = FIGURES[paper][figure]
     numbers = NUMBERS[paper] if tables is None else tuple(tables)
     check_tables(numbers, paper)
     folder = run_folder(recipe, out, paper)
-    if paper == "ecospec":
+    if not numbers:
+        pass  # nothing to measure: the figure is of the routing trace
+    elif paper == "ecospec":
         from moexp.bench.ecospec import run_ecospec
 
         run_ecospec(recipe, numbers, folder)
@@ -53,7 +61,22 @@ def run_bench(
         from moexp.bench.draftexpert import run_draftexpert
 
         run_draftexpert(recipe, numbers, folder)
-    return write_results(recipe, paper, folder, results, numbers)
+    return write_results(recipe, paper, folder, results, numbers, figure)
+
+
+def parse_asked(table: str | None, figure: str | None, paper: str) -> tuple[tuple[int, ...] | None, str | None]:
+    """What `--table` and `--figure` ask for: numbers of tables, or one figure; by default all tables.
+
+    Raises:
+        MoexpError: both are given, or one names what is not measured here; an unknown paper.
+    """
+    load_paper(paper)
+    if figure is None:
+        return parse_tables(table or "all", paper), None
+    if table is not None:
+        raise MoexpError("--table and --figure exclude each other", valid="one of the two")
+    check_figure(figure, paper)
+    return None, figure
 
 
 def parse_tables(text: str, paper: str = "draftexpert") -> tuple[int, ...]:
