@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -341,9 +342,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few and small samples."""
     from moexp.sim import calibrate
 
-    monkeypatch.setitem(calibrate.calibrate.__kwdefaults__, "rounds", 2)
-    monkeypatch.setitem(calibrate.calibrate.__kwdefaults__, "repeats", 4)
-    monkeypatch.setitem(calibrate.calibrate.__kwdefaults__, "sample_bytes", 1 << 20)
+    quick = partial(calibrate.calibrate, rounds=2, repeats=4, sample_bytes=1 << 20)
+    monkeypatch.setattr(calibrate, "calibrate", quick)
 
 
 def test_calibrate_writes_a_platform_that_loads(built: Path, small: None):

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 from moexp.errors import MoexpError
 
@@ -18,7 +19,7 @@ _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Div: operator.truediv,
     ast.Pow: operator.pow,
 }
-_CALLS: dict[str, Callable[..., float]] = {"min": min, "max": max}
+_CALLS: dict[str, Callable[..., Any]] = {"min": min, "max": max}
 _VALID = "numbers, names, + - * / **, min and max"
 
 
@@ -51,8 +52,8 @@ def _parse(formula: str, where: str) -> ast.expr:
 
 
 def _value(node: ast.expr, lookup: Callable[[str], float], where: str) -> float:
-    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return float(node.value)  # type: ignore[arg-type]
+    if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
+        return float(node.value)
     if isinstance(node, ast.Name | ast.Attribute):
         return float(lookup(_dotted(node, where)))
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
@@ -68,7 +69,7 @@ def _names(node: ast.expr) -> Iterator[str]:
     if isinstance(node, ast.Name | ast.Attribute):
         yield _dotted(node, "")
         return
-    inner = node.args if isinstance(node, ast.Call) else ast.iter_child_nodes(node)
+    inner: Iterable[ast.AST] = node.args if isinstance(node, ast.Call) else ast.iter_child_nodes(node)
     for child in inner:
         if isinstance(child, ast.expr):
             yield from _names(child)

@@ -157,7 +157,7 @@ def _load(path: Path, said: dict[str, Any], model: str | None) -> SimPlatform:
     experts = precision.get("precision.experts", UNQUANTISED)
     constants = Resolver(raw, model=model, reference=models[0], precision=experts, where=str(path))
     values: dict[str, Any] = {section: {} for section in _SECTIONS}
-    sources = {}
+    sources: dict[str, str] = {}
     for key in raw:
         section, _, name = key.partition(".")
         value, sources[key] = constants[key]

@@ -109,7 +109,8 @@ def probe_disk(
 def _small_read_us(path: Path, seed: int) -> float:
     """The median read of one page at a random place."""
     file = open_file(path)
-    buffer, rng, taken = memoryview(mmap.mmap(-1, PAGE)), random.Random(seed), []
+    buffer, rng = memoryview(mmap.mmap(-1, PAGE)), random.Random(seed)
+    taken: list[float] = []
     try:
         for _ in range(SMALL_READS):
             start = rng.randrange(0, max(1, file.size - PAGE), PAGE)
