@@ -1,5 +1,6 @@
 # make env         a virtual environment in .venv with everything installed (skipped when done)
 # make test        lint, types and the fast tests: every step runs, one summary, non-zero on any failure
+# make unit        the unit tests alone, under a minute
 # make test-slow   the long tests
 # make quickstart  the whole chain with little training (a few minutes)
 # make reproduce   the whole chain for the default recipe
@@ -19,7 +20,7 @@ STAMP := $(VENV)/.moexp-installed
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 CONSTRAINT := $(if $(filter-out 0,$(HAS_GPU)),,-c constraints-cpu.txt)
 
-.PHONY: env test test-slow quickstart reproduce reproduce-all clean distclean
+.PHONY: env test unit test-slow quickstart reproduce reproduce-all clean distclean
 .DEFAULT_GOAL := test
 
 env: $(STAMP)
@@ -43,6 +44,9 @@ test: env
 	echo "== pytest"; \
 	MOEXP_CHECKS="$${checks%, }" $(BIN)/python -m pytest -n auto || failed=1; \
 	exit $$failed
+
+unit: env
+	@$(BIN)/python -m pytest -n auto -m "not slow and not gpu and not e2e"
 
 test-slow: env
 	@$(BIN)/python -m pytest -m slow

@@ -42,6 +42,8 @@ from moexp.runtime.verify import Sampling
 from moexp.schema import StoreSection
 from moexp.target.load import Target
 
+pytestmark = pytest.mark.e2e
+
 CHANGES = [
     "bench.platforms=[local-disk, paced-mn]",
     "bench.workloads=[chat, math]",

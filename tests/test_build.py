@@ -34,6 +34,8 @@ from moexp.target.load import load_target
 from moexp.target.tiny import build_tiny_target
 from tests.tiny_models import dense_folder, dense_model, random_rows
 
+pytestmark = pytest.mark.e2e
+
 SETTINGS = RepairSettings(
     layerwise=Schedule(steps=8, lr=2e-3, warmup=2), end_to_end=Schedule(steps=8, lr=1e-3, warmup=2), rows=4
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moexp.errors import MoexpError
@@ -58,6 +58,7 @@ class Ranking:
 
 
 @pytest.mark.parametrize("name", POLICIES)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_victims(name, data):
     policy, ranking, present = make_policy(name, DEMANDS), Ranking(name), set()

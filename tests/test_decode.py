@@ -20,6 +20,8 @@ from moexp.runtime.verify import Sampling
 from tests.branches import Branches
 from tests.engines import WatchedStore, make_engine, prompt, swap_store
 
+pytestmark = pytest.mark.e2e
+
 GREEDY = Sampling()
 TARGET = Method("target", max_draft=4)
 

@@ -13,6 +13,8 @@ from moexp.runtime.method import Method, TreePlan
 from moexp.runtime.verify import Sampling
 from tests.engines import WatchedStore, make_engine, prompt, swap_store
 
+pytestmark = pytest.mark.e2e
+
 PROMPTS = [prompt(length, length) for length in (20, 3, 1, 33, 9, 140, 2, 17)]
 METHODS = [
     Method(),

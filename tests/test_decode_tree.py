@@ -16,6 +16,8 @@ from moexp.runtime.tree import TreeShape
 from moexp.runtime.verify import Sampling
 from tests.engines import WatchedStore, make_engine, prompt, swap_store
 
+pytestmark = pytest.mark.e2e
+
 GREEDY = Sampling()
 
 

@@ -33,6 +33,8 @@ from moexp.stages import trace_folder
 from tests.test_figures import trace
 from tests.test_report import PROVENANCE, save
 
+pytestmark = pytest.mark.e2e
+
 __all__ = ["trace"]  # the fixture
 
 PLATFORMS = {"local-disk": "measured", "paced-cg": "emulated"}

@@ -15,6 +15,8 @@ from moexp.bench.ecospec_data import load_eco_run, method_name, parts_of
 from moexp.errors import MoexpError
 from moexp.recipe import load_recipe
 
+pytestmark = pytest.mark.e2e
+
 CHANGES = [
     "head={steps: 1, rows: 2, unroll: 2, max_minutes: null}",
     "draft.held_out_rows=2",

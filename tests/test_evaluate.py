@@ -32,6 +32,8 @@ from moexp.show import gate_lines, gate_table
 from moexp.target.draft_expert import DraftExperts, save_draft_experts
 from moexp.target.load import load_target, target_identity
 
+pytestmark = pytest.mark.e2e
+
 SMALL = ["eval.prompts=2", "eval.max_new_tokens=8", "eval.dtypes=[float32]"]
 
 

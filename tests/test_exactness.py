@@ -19,6 +19,8 @@ from moexp.runtime.verify import Sampling
 from moexp.target.families import FAMILIES
 from tests.engines import make_engine, prompt, swap_store
 
+pytestmark = pytest.mark.e2e
+
 DTYPES = [torch.bfloat16, torch.float32]
 
 METHODS = [

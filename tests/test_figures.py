@@ -25,6 +25,8 @@ from moexp.report import rebuild
 from moexp.stages import trace_folder
 from tests.test_report import PROVENANCE, TOKENS, cycles, save
 
+pytestmark = pytest.mark.e2e
+
 TARGET = {
     "name": "tiny", "num_experts": 8, "top_k": 2, "num_shared": 1, "layers": 3, "moe_layers": 2, "max_positions": 64,
     "expert_bytes": 3_000_000, "resident_bytes": 1_000_000, "gamma": 4,

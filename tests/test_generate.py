@@ -19,6 +19,8 @@ from moexp.target.draft_expert import DraftExperts, save_draft_experts
 from moexp.target.load import target_identity
 from moexp.target.tiny import byte_tokenizer
 
+pytestmark = pytest.mark.e2e
+
 TEXT = "What is 2 + 2? Grüße 🙂"
 BYTES = byte_tokenizer()
 

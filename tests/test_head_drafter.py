@@ -21,6 +21,8 @@ from moexp.target.load import load_target
 from moexp.target.mtp_head import new_mtp_head
 from tests.engines import prompt
 
+pytestmark = pytest.mark.e2e
+
 HEADS = ["eagle3", "mtp"]
 SHAPE = TreeShape(steps=3, width=2, beam=2)
 

@@ -42,6 +42,8 @@ from moexp.target.mtp_head import start_from_target as start_mtp
 from tests.heads import small_eagle
 from tests.tiny_models import random_rows, tiny_folder, whole_model
 
+pytestmark = pytest.mark.e2e
+
 DRAFTED = list(range(0, 256, 2))
 SHORT = Schedule(steps=4, lr=3e-3, warmup=1)
 PLAIN = HeadSettings(SHORT, steps=3, rows=2, autocast=False)

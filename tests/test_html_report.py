@@ -32,6 +32,8 @@ from moexp.web.requests import COLUMNS, CYCLE_COLUMNS, explorer_data
 from moexp.web.sources import find_runs, load_sources, rebuild_tables
 from tests.test_report import PREFETCH, TOKENS, cycles, save
 
+pytestmark = pytest.mark.e2e
+
 RECIPE = load_recipe("tiny", ["bench.bootstrap_samples=20"])
 HOSTILE = "<script>alert(1)</script>|*\"'&"
 STORE = {

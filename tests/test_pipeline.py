@@ -20,6 +20,8 @@ from moexp.learn.trace_files import read_trace
 from moexp.recipe import Recipe, load_recipe
 from moexp.target.draft_expert import HEADER, WEIGHTS
 
+pytestmark = pytest.mark.e2e
+
 RECIPE = load_recipe("tiny")
 
 

@@ -53,7 +53,10 @@ from tests.engines import make_engine, prompt
 from tests.tiny_models import dense_folder, tiny_folder, whole_model
 from tests.trees import build
 
+pytestmark = pytest.mark.e2e
+
 VOCAB, WIDTH = 50, 12
+
 GEOMETRY = TraceGeometry(layers=(1, 2, 4), num_experts=8, top_k=2)
 TREE = build([-1, 0, 0, 1, 1, 2, 3, 3], [0.0, *[-0.5] * 7], [3, 7, 8, 9, 4, 9, 1, 2])
 TEXT = [11, 5, 30, 2, 48, 17, 9]

@@ -38,6 +38,8 @@ from moexp.sim.walk import make_cycle
 from moexp.target.load import Target, load_target
 from tests.engines import StandInDrafts, prompt
 
+pytestmark = pytest.mark.e2e
+
 JOBS = [Job(number, f"job-{number}", "chat", tuple(prompt(9 + 20 * number, seed=number))) for number in range(2)]
 DRAFTS = Method(drafter="draft-expert", max_draft=3)
 METHODS = [

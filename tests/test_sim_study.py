@@ -41,6 +41,8 @@ from moexp.sim.sweep_file import load_sweep, parts_of
 from moexp.sim.traces import traced_blocks
 from moexp.sim.validate import COLUMNS, machine_of, resident_fit, validate
 
+pytestmark = pytest.mark.e2e
+
 LAYERS, EXPERTS, TOP_K, K = (1, 2), 8, 3, 3
 AR = {"drafter": "ar", "r": 1, "policy": "fixed", "tree": None}
 TOP_1 = AR | {"drafter": "top-r"}

@@ -12,6 +12,8 @@ from moexp import cli
 from moexp.artifacts import head_folder, with_head
 from moexp.recipe import load_recipe
 
+pytestmark = pytest.mark.e2e
+
 FEW = ["head={steps: 2, rows: 2, unroll: 2, max_minutes: null}", "draft.held_out_rows=2"]
 
 
