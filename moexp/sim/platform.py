@@ -151,7 +151,7 @@ def _load(path: Path, said: dict[str, Any], model: str | None) -> SimPlatform:
     if model not in models:
         raise MoexpError(f"no constants for {model!r}", where=str(path), valid=", ".join(models))
     raw = {f"{section}.{key}": value for section in _SECTIONS for key, value in said.get(section, {}).items()}
-    precision = {
+    precision: dict[str, str] = {
         key: _precision(raw, key, model, str(path)) for key in ("precision.experts", "precision.resident") if key in raw
     }
     experts = precision.get("precision.experts", UNQUANTISED)
