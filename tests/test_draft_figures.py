@@ -1,41 +1,31 @@
-"""DraftExpert's figures 1 to 4, every value of their CSVs worked out again from the records, and `bench --figure`."""
+"""DraftExpert's figures 1 to 4, every value of their CSVs worked out again from the records."""
 
 from __future__ import annotations
 
 import json
 import random
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from moexp import cli
 from moexp.bench.draftexpert_data import AR, FIXED, FULL, TRUNCATED
-from moexp.bench.draftexpert_figures import PLOTS, draftexpert_plots
-from moexp.bench.ecospec_figures import PLOTS as ECO_PLOTS
-from moexp.bench.figures import FIGURES, draw_figures
-from moexp.bench.plot import Plot, render
+from moexp.bench.draftexpert_figures import draftexpert_plots
+from moexp.bench.figures import draw_figures
+from moexp.bench.plot import Plot
 from moexp.bench.rows import Bootstrapped
-from moexp.bench.tables import NUMBERS, parse_asked, run_bench
-from moexp.errors import MoexpError
 from moexp.recipe import load_recipe
 from moexp.records import StepRecord
 from moexp.report import Row
-from moexp.stages import trace_folder
-from tests.test_figures import trace
 from tests.test_report import PROVENANCE, save
 
 pytestmark = pytest.mark.e2e
 
-__all__ = ["trace"]  # the fixture
 
 PLATFORMS = {"local-disk": "measured", "paced-cg": "emulated"}
 DRAFTERS = {"top-1": "top-1", "top-2": "top-2", "top-3": "top-3", "draft-expert": FIXED}
@@ -214,10 +204,22 @@ def test_figure_4_holds_medians_by_block_length(folder: Path, steps: dict[str, l
         }
 
 
-def test_a_figure_says_where_experts_in_memory_stand_for_a_dense_ffn(folder: Path):
-    shown = render(drawn(folder, "4"), "svg").decode()
-    assert "<svg" in shown  # words are drawn as paths
-    assert "dense FFN" in (PLOTS["4"].__doc__ or "")
+def test_series_are_told_apart_without_colours_and_memory_stands_for_a_dense_ffn(folder: Path):
+    from matplotlib.figure import Figure
+
+    for name in ("2", "3", "4"):
+        plot, figure = drawn(folder, name), Figure()
+        plot.draw(figure, plot.rows)
+        for axes in figure.axes:
+            named = [line for line in axes.get_lines() if not str(line.get_label()).startswith(("_", "paper"))]
+            assert (
+                len({line.get_marker() for line in named})
+                == len({line.get_linestyle() for line in named})
+                == len(named)
+            )
+        if name == "4":
+            (words,) = [str(line.get_label()) for line in named if "resident (measured)" in str(line.get_label())]
+            assert "experts in memory: in place\nof the paper's dense FFN" in words
 
 
 def test_medians_of_quotients_need_values_on_both_sides():
@@ -256,57 +258,4 @@ def test_the_same_records_give_the_same_bytes(folder: Path, tmp_path: Path):
     once, again = ([file.read_bytes() for file in mine] for mine in files)
     assert once == again
     image = once[1].decode()
-    assert "<dc:date>" not in image and "<dc:creator>" not in image and "matplotlib" not in image.lower()
-
-
-# --- bench --figure ---
-
-
-def moexp_(*words: str) -> Any:
-    return CliRunner().invoke(cli.app, [*words, "--recipe", "tiny", "--set", "bench.bootstrap_samples=5"])
-
-
-@pytest.mark.parametrize(("paper", "plots"), [("draftexpert", PLOTS), ("ecospec", ECO_PLOTS)])
-def test_every_figure_names_the_tables_whose_runs_it_needs(paper: str, plots: dict[str, Any]):
-    assert list(FIGURES[paper]) == list(plots)
-    assert all(set(needs) <= set(NUMBERS[paper]) for needs in FIGURES[paper].values())
-
-
-def test_one_figure_is_measured_for_and_written_alone(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    asked: list[tuple[int, ...]] = []
-    measure = SimpleNamespace(run_draftexpert=lambda _, numbers, __: asked.append(numbers))
-    monkeypatch.setitem(sys.modules, "moexp.bench.draftexpert", measure)  # whose import takes long
-    monkeypatch.chdir(tmp_path)
-    shown = moexp_("bench", "--figure", "1", "--out", str(folder))
-    assert shown.exit_code == 0, shown.output
-    where = Path("results/tiny/draftexpert")
-    files = [where / f"figure_1.{kind}" for kind in ("png", "svg", "csv")]
-    assert shown.stdout.split() == [str(file) for file in files]
-    assert sorted(where.iterdir()) == sorted(files) and asked == [(2,)]
-
-
-def test_a_figure_of_the_trace_needs_nothing_measured(trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for paper in FIGURES:
-        monkeypatch.setitem(sys.modules, f"moexp.bench.{paper}", None)  # an import of it fails
-    recipe = load_recipe("tiny")
-    for paper, name in (("draftexpert", "5"), ("ecospec", "4")):
-        with pytest.raises(MoexpError, match=f"figure {name} has nothing.*moexp trace-routing --recipe tiny"):
-            run_bench(recipe, figure=name, paper=paper, results=tmp_path / "results")
-    trace_folder(recipe).parent.mkdir(parents=True)
-    trace.rename(trace_folder(recipe))
-    for paper, name in (("draftexpert", "5"), ("ecospec", "4")):
-        files = run_bench(recipe, figure=name, paper=paper, results=tmp_path / "results")
-        assert [file.name for file in files] == [f"figure_{name}.{kind}" for kind in ("png", "svg", "csv")]
-
-
-def test_what_cannot_be_asked_for_is_one_clear_error():
-    for words, wanted in (
-        (["--figure", "9"], "no figure '9' to draw (--figure); valid: 1, 2, 3, 4, 5, speedup, acceptance"),
-        (["--figure", "2", "--paper", "ecospec"], "no figure '2' to draw (--figure); valid: 1, 4, gamma"),
-        (["--figure", "1", "--table", "2"], "--table and --figure exclude each other; valid: one of the two"),
-    ):
-        shown = moexp_("bench", *words)
-        assert (shown.exit_code, shown.stderr) == (2, f"moexp: error: {wanted}\n")
-    assert parse_asked(None, None, "draftexpert") == (NUMBERS["draftexpert"], None)
-    assert parse_asked("4", None, "draftexpert") == ((4,), None)
-    assert parse_asked(None, "4", "draftexpert") == (None, "4")
+    assert "<dc:date>" not in image and "<dc:creator>" not in image and "Matplotlib v" not in image
