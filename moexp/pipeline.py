@@ -13,9 +13,6 @@ from rich.console import Console
 from moexp import artifacts, stages
 from moexp.recipe import Recipe
 
-SIMULATED = ("cg", "mn", "this-machine")
-"""Platforms that the recorded routing is priced on."""
-
 Stage = tuple[str, Callable[[], bool | None]]
 """A name, and what to run; False ends the whole run."""
 
@@ -80,7 +77,7 @@ def _stages(
         from moexp.sim.command import run_simulate
 
         reports.extend(run_simulate(recipe, validate=True))
-        for platform in SIMULATED:
+        for platform in recipe.simulation.platforms:
             reports.extend(run_simulate(recipe, platform=platform))
 
     def audit() -> None:
@@ -114,7 +111,8 @@ def _stages(
             ("train-predictor", done(stages.predictor_stage)),
             ("bench --paper ecospec", ecospec_tables),
         ]
-    if {2, 3} <= set(recipe.bench.tables):  # the runs whose routing is replayed, and what they are calibrated on
+    # Tables 2 and 3 have the runs whose routing is replayed, and what they are calibrated on.
+    if recipe.simulation.platforms and {2, 3} <= set(recipe.bench.tables):
         todo += [("calibrate", lambda: calibrate_once(recipe, console)), ("simulate", simulate)]
     return [*todo, ("audit", audit), ("report", report)]
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from moexp.schema.base import DType, NonNegative, Section
-from moexp.schema.bench import BenchSection, EcoSpecSection, EvalSection, TuneSection
+from moexp.schema.bench import BenchSection, EcoSpecSection, EvalSection, SimulationSection, TuneSection
 from moexp.schema.decode import DecodeSection, PaceSection, StoreSection, TreeSection
 from moexp.schema.learn import DraftSection, HeadSection, LogitLossSection, LossSection, PredictorSection
 from moexp.schema.target import (
@@ -43,6 +43,7 @@ __all__ = [
     "RepairSection",
     "Section",
     "Sections",
+    "SimulationSection",
     "StoreSection",
     "TargetSection",
     "TinySection",
@@ -83,4 +84,5 @@ class Sections(Section):
     ecospec: EcoSpecSection = EcoSpecSection()
     eval: EvalSection = EvalSection()
     tune: TuneSection = TuneSection()
+    simulation: SimulationSection = SimulationSection()
     paths: PathsSection = PathsSection()

@@ -90,3 +90,10 @@ class TuneSection(Section):
     """Predicted experts a layer that are prefetched, by descending gate; null: all top-k."""
     prompts: Positive = 5
     max_new_tokens: Positive = 64
+
+
+class SimulationSection(Section):
+    """What `moexp reproduce` simulates from the routing that its tables recorded."""
+
+    platforms: tuple[str, ...] = ("cg", "mn", "this-machine")
+    """Names of `moexp platforms`, or files; none: it neither calibrates nor simulates."""
