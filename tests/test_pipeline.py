@@ -288,9 +288,12 @@ def test_reproduce_goes_on_to_the_other_paper_where_its_tables_are_named(home: P
 def test_reproduce_simulates_what_was_recorded(home: Path, no_tables: list[Any], monkeypatch):
     calls: list[Any] = []
     monkeypatch.setattr("moexp.sim.calibrate.calibrate_stage", lambda recipe, console: calls.append("calibrate"))
-    monkeypatch.setattr(
-        "moexp.sim.command.run_simulate", lambda recipe, **options: calls.append(options) or [Path("simulated.md")]
-    )
+
+    def simulated(recipe: object, **options: object) -> list[Path]:
+        calls.append(options)
+        return [Path("simulated.md")]
+
+    monkeypatch.setattr("moexp.sim.command.run_simulate", simulated)
     small = ("eval.dtypes=[float32]", "eval.prompts=1", "eval.max_new_tokens=6", "bench.tables=[2, 3]")
     shown = done("reproduce", changes=small)
     platforms = [{"platform": name} for name in ("cg", "mn", "this-machine")]
