@@ -85,19 +85,31 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
 
 def find_recipe(name_or_path: str | Path) -> Path:
     """The file of a recipe given by path or by shipped name (with or without `.yaml`)."""
+    return find_named(name_or_path, _shipped(), "recipe", where="--recipe")
+
+
+def find_named(
+    name_or_path: str | Path, known: Mapping[str, Path], what: str, *, where: str = "", note: str = ""
+) -> Path:
+    """A file given by path, or by its name among those known (with or without `.yaml`).
+
+    Args:
+        what: the kind of file, for the error.
+        where, note: of the error: where it was asked for, and what follows the valid names.
+
+    Raises:
+        MoexpError: neither; it names the nearest one.
+    """
     path = Path(name_or_path)
     if path.is_file():
         return path
-    shipped = _shipped()
     name = path.stem if path.suffix in (".yaml", ".yml") else path.name
-    if path.parent == Path(".") and name in shipped:
-        return shipped[name]
-    close = get_close_matches(name, shipped, n=1)
+    if path.parent == Path(".") and name in known:
+        return known[name]
+    close = get_close_matches(name, known, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     raise MoexpError(
-        f"no recipe {str(name_or_path)!r}",
-        where="--recipe",
-        valid=f"{hint}a path, or one of {', '.join(shipped)}",
+        f"no {what} {str(name_or_path)!r}", where=where, valid=f"{hint}a path, or one of {', '.join(known)}{note}"
     )
 
 

@@ -46,6 +46,18 @@ def by_key(records: list[Record], *columns: str) -> dict[tuple[str, ...], Record
     return {tuple(record.text(column) for column in columns): record for record in records}
 
 
+def repeats(rows: list[Record], first: list[Record], key: tuple[str, ...], columns: tuple[str, ...]) -> list[Line]:
+    """Columns that rows repeat from the rows of the same key in another file."""
+    known = by_key(first, *key)
+    return [
+        line
+        for row in rows
+        if (other := known.get(tuple(row.text(column) for column in key))) is not None
+        for column in columns
+        for line in row_line(row, key, "the same figure", lambda v: v, [other.input(column)], row.input(column), EXACT)
+    ]
+
+
 def throughput(sheets: Sheets) -> list[Line]:
     """Table 2: speedup from tokens/s, share of the bound, a token's time from its parts, means within their rows."""
     rows = sheets[TABLE_2]
@@ -220,16 +232,7 @@ def repeated(sheets: Sheets) -> list[Line]:
 
 def figure_speedup(sheets: Sheets) -> list[Line]:
     """The figure of speedups repeats table 2's means."""
-    speeds = by_key(sheets[TABLE_2], *PLACE)
-    same = [
-        line
-        for row in sheets[FIGURE_SPEEDUP]
-        if (other := speeds.get(tuple(row.text(column) for column in PLACE))) is not None
-        for column in ("speedup", "byte_bound")
-        for line in row_line(
-            row, PLACE, "the same figure", lambda v: v, [other.input(column)], row.input(column), EXACT
-        )
-    ]
+    same = repeats(sheets[FIGURE_SPEEDUP], sheets[TABLE_2], PLACE, ("speedup", "byte_bound"))
     return by_tag("ours.de.figure", "Speedups and bounds of table 2 and of the figure", same)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from moexp.audit.files import Check, Record, Sheets, by_tag, row_line
 from moexp.audit.lines import Input, Line
-from moexp.audit.ours import CLOCK, EXACT, GEOMETRY, PADDING, by_key, geometry, growth_lines
+from moexp.audit.ours import CLOCK, EXACT, GEOMETRY, PADDING, by_key, geometry, growth_lines, repeats
 from moexp.sim.traffic import TrafficModel
 
 TABLES = {number: f"ecospec/table_{number}.csv" for number in range(1, 14)}
@@ -136,17 +136,8 @@ def budgets(number: int, sheets: Sheets) -> list[Line]:
 
 def figure_gamma(sheets: Sheets) -> list[Line]:
     """The figure of budgets repeats table 11."""
-    cells = (*METHOD, "budget", "workload")
-    first = by_key(sheets[TABLES[11]], *cells)
-    lines = [
-        line
-        for row in sheets[FIGURE_GAMMA]
-        if (other := first.get(tuple(row.text(cell) for cell in cells))) is not None
-        for column in ("alpha", "experts_per_layer")
-        for line in row_line(
-            row, cells, "the same figure", lambda v: v, [other.input(column)], row.input(column), EXACT
-        )
-    ]
+    key = (*METHOD, "budget", "workload")
+    lines = repeats(sheets[FIGURE_GAMMA], sheets[TABLES[11]], key, ("alpha", "experts_per_layer"))
     return by_tag("ours.eco.same.11-figure", "Figures of table 11 that the figure of budgets repeats", lines)
 
 

@@ -13,7 +13,7 @@ from moexp.runtime.cache import CachePolicy
 from moexp.runtime.counters import StoreCounters
 from moexp.sim.costs import StepCosts
 from moexp.sim.link import Flight, VirtualLink
-from moexp.sim.machine import CycleTimes, Machine, MachineModel
+from moexp.sim.machine import CycleTimes, Machine, MachineModel, time_cycles
 from moexp.sim.walk import Cycle, Step
 
 if TYPE_CHECKING:
@@ -47,13 +47,7 @@ class ColdMachine:
 
     def run_timed(self, cycles: Iterable[Cycle]) -> list[CycleTimes]:
         """See `Machine`."""
-        found = []
-        for cycle in cycles:
-            before, begin_s = self.counters.snapshot(), self.now_s
-            drafted_s = self._cycle(cycle)
-            counted = self.counters - before
-            found.append(CycleTimes(drafted_s - begin_s, self.now_s - drafted_s, cycle.emitted, counted))
-        return found
+        return time_cycles(self, self._cycle, cycles)
 
     def close(self) -> None:
         """See `Machine`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from moexp.runtime.cache import CachePolicy
 from moexp.runtime.counters import StoreCounters
@@ -80,13 +81,7 @@ class Machine:
 
     def run_timed(self, cycles: Iterable[Cycle]) -> list[CycleTimes]:
         """Decode cycles, and say what each of them took and counted."""
-        found = []
-        for cycle in cycles:
-            before, begin_s = self.counters.snapshot(), self.now_s
-            drafted_s = self._cycle(cycle)
-            counted = self.counters - before
-            found.append(CycleTimes(drafted_s - begin_s, self.now_s - drafted_s, cycle.emitted, counted))
-        return found
+        return time_cycles(self, self._cycle, cycles)
 
     def close(self) -> None:
         """End the run: whatever was prefetched and not used is wasted now."""
@@ -159,3 +154,25 @@ class Machine:
 
 PolicyMaker = Callable[[], CachePolicy]
 """A new policy for each machine."""
+
+
+class Clocked(Protocol):
+    """A machine's clock and counters."""
+
+    now_s: float
+    counters: StoreCounters
+
+
+def time_cycles(machine: Clocked, run: Callable[[Cycle], float], cycles: Iterable[Cycle]) -> list[CycleTimes]:
+    """What each cycle took and counted.
+
+    Args:
+        run: decodes a cycle on the machine and gives the time at which its last step began.
+    """
+    found = []
+    for cycle in cycles:
+        before, begin_s = machine.counters.snapshot(), machine.now_s
+        drafted_s = run(cycle)
+        counted = machine.counters - before
+        found.append(CycleTimes(drafted_s - begin_s, machine.now_s - drafted_s, cycle.emitted, counted))
+    return found

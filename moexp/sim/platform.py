@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, model_validator
 
 from moexp.errors import MoexpError
-from moexp.recipe import nearest_key, recipe_folders
+from moexp.recipe import find_named, nearest_key, recipe_folders
 from moexp.rundir import home
 from moexp.schema.base import Section
 from moexp.sim.constants import Resolver
@@ -175,18 +174,9 @@ def _load(path: Path, said: dict[str, Any], model: str | None) -> SimPlatform:
 
 def find_platform(name_or_path: str | Path) -> Path:
     """The file of a platform given by path or by name (with or without `.yaml`)."""
-    path = Path(name_or_path)
-    if path.is_file():
-        return path
     known = _known()
-    name = path.stem if path.suffix in (".yaml", ".yml") else path.name
-    if path.parent == Path(".") and name in known:
-        return known[name]
-    close = get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]}? " if close else ""
     missing = "" if THIS_MACHINE in known else f" ({THIS_MACHINE}: run moexp calibrate)"
-    valid = f"{hint}a path, or one of {', '.join(known)}{missing}"
-    raise MoexpError(f"no platform {str(name_or_path)!r}", valid=valid)
+    return find_named(name_or_path, known, "platform", note=missing)
 
 
 def list_platforms() -> list[PlatformInfo]:
