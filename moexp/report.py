@@ -25,6 +25,7 @@ from moexp.rundir import artifact_path
 MEASURED, EMULATED, SIMULATED, PAPER = "measured", "emulated", "simulated", "paper"
 
 SETTINGS, PROBE, PROVENANCE = "settings.json", "probe.json", "provenance.json"
+NEW_TOKENS = "new_tokens"  # in the settings: what a run with a time limit settled on, a prompt
 STEPS, REQUESTS = "steps.jsonl", "requests.jsonl"
 """Files of one platform's folder."""
 

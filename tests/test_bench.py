@@ -487,3 +487,40 @@ def test_table_6_needs_no_target(tmp_path: Path):
     files = bench_tables.run_bench(load_recipe("tiny"), (6,), results=tmp_path)
     assert [file.name for file in files] == ["table_6.csv", "table_6.md"]
     assert torch.get_num_threads() >= 1
+
+
+# --- a time limit ---
+
+
+def a_warm_up(method: str, tokens: int, decode_s: float, prefill_s: float = 0.0) -> RequestRecord:
+    return RequestRecord(-1, "chat", method, 9, tokens, prefill_s, decode_s, "length", [1] * tokens)
+
+
+def test_a_time_limit_becomes_tokens_a_prompt():
+    # A prompt: 2 s of prefill, then 0.1 + 0.3 s a token of each method.
+    warmed = [a_warm_up("ar", 10, 1.0, prefill_s=2.0), a_warm_up("top-1", 10, 3.0)]
+    assert runner.fitting_tokens(warmed, 5, 5 * 10.0, 48) == 20
+    assert runner.fitting_tokens(warmed, 5, 5 * 100.0, 48) == 48
+    assert runner.fitting_tokens(warmed, 5, 0.1, 48) == 4
+    assert runner.fitting_tokens(warmed, 5, 0.1, 3) == 3
+    assert runner.fitting_tokens([], 5, 0.1, 48) == 48
+
+
+def test_a_run_keeps_the_tokens_it_settled_on_and_its_tables_say_so(recipe: Recipe, tmp_path: Path):
+    limited = load_recipe("tiny", [*CHANGES, "bench.part_minutes=1e-6", "bench.platforms=[local-disk]"])
+    asked = limited.bench.max_new_tokens
+    assert asked > 4
+    folder = tmp_path / "run"
+    bench_tables.run_bench(limited, (2,), out=folder, results=tmp_path)
+    place = folder / "local-disk"
+    assert runner.kept_tokens(place) == 4
+    _, requests = records(place)
+    assert {record.new_tokens for record in requests} == {4}
+    lines = (place / "requests.jsonl").read_text().splitlines(keepends=True)
+    (place / "requests.jsonl").write_text("".join(lines[:-1]))
+    with pytest.MonkeyPatch.context() as patch:  # no second choice, however fast the machine is by now
+        patch.setattr("moexp.bench.measure.fitting_tokens", lambda *_: 99)
+        draftexpert.run_draftexpert(limited, [2], folder)
+    assert {record.new_tokens for record in records(place)[1]} == {4} and len(records(place)[1]) == len(lines)
+    bench_tables.run_bench(limited, (2,), out=folder, results=tmp_path)
+    assert f"4 new tokens a prompt of the {asked} asked for" in (tmp_path / "tiny/draftexpert/table_2.md").read_text()

@@ -146,4 +146,5 @@ def run_platform(
         base=recipe.store,
         draft_weights=draft_folder(recipe),
         threads=threads,
+        minutes=bench.part_minutes and bench.part_minutes / (2 if platform.paced else 1),
     )

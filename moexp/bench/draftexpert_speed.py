@@ -25,7 +25,7 @@ from moexp.bench.draftexpert_data import (
 from moexp.bench.rows import Arms, rate, with_ends
 from moexp.metrics import Interval, Ratio
 from moexp.papers import Paper
-from moexp.report import Arm, Measured, Row, Table, View, put, text, text_of
+from moexp.report import NEW_TOKENS, Arm, Measured, Row, Table, View, put, text, text_of
 
 
 def table_2(run: Run, paper: Paper) -> Table:
@@ -208,6 +208,12 @@ def _platform_notes(platform: Measured) -> list[str]:
                 f"prompts of this run, {probe['read_bytes'] / 1e6:.2f} MB a read, {probe['threads']} threads"
             )
         notes.append(words + how + ".")
+    asked, got = platform.settings.get("max_new_tokens"), platform.settings.get(NEW_TOKENS)
+    if asked and got and got < asked:
+        notes.append(
+            f"{platform.name}: {got} new tokens a prompt of the {asked} asked for, so that the run takes about "
+            f"{platform.settings['minutes']:g} minutes (`bench.part_minutes`)."
+        )
     if probe.get("direct") is False:
         notes.append(f"{platform.name}: O_DIRECT was refused, so reads went through the page cache.")
     if "derivation" in probe:

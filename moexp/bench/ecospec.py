@@ -43,7 +43,7 @@ from moexp.bench.ecospec_data import (
 )
 from moexp.bench.measure import measure_on
 from moexp.bench.platforms import Platform, find_platform
-from moexp.bench.runner import PromptEngine, make_jobs, select_prompts, tuning_prompts
+from moexp.bench.runner import PromptEngine, kept_tokens, make_jobs, select_prompts, tuning_prompts
 from moexp.compute import prepare
 from moexp.errors import MoexpError
 from moexp.recipe import Recipe
@@ -196,6 +196,7 @@ class _Bench:
             self.learned[f"learned {level}"] = learned_predictor(recipe, target, level)
         self.in_memory: ResidentStore | None = None
         self.warm: Callable[[Method], PromptEngine] | None = None
+        self.share = 1.0  # of the new tokens asked for, that there is time for with experts in memory
 
     def run(self, platform: Platform, place: str, methods: list[Method], temperature: float, batch: int = 1) -> None:
         """Decodes all prompts by all methods into the platform's part `place`; of a batch run, one full batch."""
@@ -208,15 +209,18 @@ class _Bench:
             limit, tokens = max(section.batch_sweep), section.batch_new_tokens
             prompts = -(-limit // len(workloads))
         warmup = make_jobs(tuning_prompts(recipe.bench.warmup_prompts), self.target.tokenizer)
+        first = on_disk or place == T0  # of its kind: the ones that say how much there is time for
+        part = self.folder / platform.name / place
         measure_on(
             platform,
             self.target,
             self.experts,
-            self.folder / platform.name / place,
+            part,
             jobs=make_jobs(select_prompts(workloads, prompts)[:limit], self.target.tokenizer),
             methods=methods,
             sampling=Sampling(temperature=temperature, seed=recipe.seed),
-            max_new_tokens=tokens,
+            max_new_tokens=tokens if first else max(1, round(tokens * self.share)),
+            minutes=section.part_minutes if first else None,
             warmup=warmup if on_disk or self.warm is None else (),
             base=recipe.store,
             draft_weights=draft_folder(recipe),
@@ -226,6 +230,8 @@ class _Bench:
             engines=self._engines if on_disk else self._warm_engines,
             store=None if on_disk else self._memory,
         )
+        if first and not on_disk:
+            self.share = (kept_tokens(part) or tokens) / tokens
 
     def _memory(self) -> ResidentStore:
         """The shared store, opened when it is first needed."""

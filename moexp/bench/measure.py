@@ -13,9 +13,19 @@ from typing import Any
 from moexp import atomic
 from moexp.artifacts import opened_store
 from moexp.bench.platforms import Platform, probe, sample_bandwidth, store_section
-from moexp.bench.runner import Job, PromptEngine, begin_run, is_complete, run_methods
+from moexp.bench.runner import (
+    Job,
+    PromptEngine,
+    begin_run,
+    fitting_tokens,
+    is_complete,
+    keep_tokens,
+    kept_tokens,
+    run_methods,
+)
 from moexp.progress import stage
 from moexp.provenance import collect_provenance
+from moexp.records import RequestRecord
 from moexp.report import PROBE, PROVENANCE, invocations, read_json
 from moexp.runtime.forward import Engine
 from moexp.runtime.method import Method
@@ -47,6 +57,7 @@ def measure_on(
     engines: Callable[[ExpertStore], Callable[[Method], Engine]] | None = None,
     batch: int = 1,
     store: Callable[[], ExpertStore] | None = None,
+    minutes: float | None = None,
 ) -> bool:
     """Decodes all jobs by all methods on a platform into `place`; False where they are there already.
 
@@ -61,6 +72,7 @@ def measure_on(
         engines: gives each method its engine over the platform's store; by default one for all.
         batch: jobs decoded together.
         store: gives an open one of the platform's kind; by default one is opened and closed here.
+        minutes: the run is to take, about: each prompt gets as many of `max_new_tokens` as the warm-up promises.
     """
     settings = {
         "tag": platform.tag,
@@ -74,6 +86,7 @@ def measure_on(
         "threads": threads,
         "batch": batch,
         "ratio": platform.ratio.value if platform.ratio else None,
+        "minutes": minutes,
     }
     done = begin_run(place, settings)
     if is_complete(done, jobs, methods):
@@ -81,6 +94,12 @@ def measure_on(
     keep_provenance(place, sampling.seed)
     known = probed or kept_probe(platform, target, base, (*warmup, *jobs)[0], place)
     link = known["bandwidth_bytes_s"][0] if platform.paced else None
+    settled = kept_tokens(place)
+
+    def fit(warmed: Sequence[RequestRecord]) -> int:
+        assert minutes is not None
+        return keep_tokens(place, fitting_tokens(warmed, len(jobs), 60 * minutes, max_new_tokens))
+
     section = store_section(platform, base, link)
     with ExitStack() as held:
         opened = held.enter_context(opened_store(target, section)) if store is None else store()
@@ -93,7 +112,8 @@ def measure_on(
             sampling,
             folder=place,
             done=done,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=settled or max_new_tokens,
+            fit=fit if minutes is not None and settled is None else None,
             stop_ids=target.stop_ids,
             title=title or f"Bench {platform.name}",
             warmup=warmup,

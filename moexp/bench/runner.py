@@ -25,7 +25,7 @@ from moexp import atomic
 from moexp.data import Prompt, load_prompts, render_chat
 from moexp.progress import stage
 from moexp.records import RecordWriter, RequestRecord, StepRecord, read_records
-from moexp.report import PROBE, PROVENANCE, REQUESTS, SETTINGS, STEPS
+from moexp.report import NEW_TOKENS, PROBE, PROVENANCE, REQUESTS, SETTINGS, STEPS
 from moexp.runtime.decode import decode_all
 from moexp.runtime.decode_batch import decode_batch
 from moexp.runtime.forward import Engine
@@ -34,6 +34,8 @@ from moexp.runtime.recording import PARTS, WARMUP, Recorder
 from moexp.runtime.recording_file import ROUTING
 from moexp.runtime.store import ExpertStore
 from moexp.runtime.verify import Sampling
+
+FEWEST_TOKENS = 4
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,8 @@ def begin_run(folder: Path, settings: dict[str, Any]) -> set[tuple[int, str]]:
     kept. Steps of a request that was cut off are dropped.
     """
     settings = json.loads(json.dumps(settings))
-    kept = _read_settings(folder / SETTINGS)
+    kept = dict(_read_settings(folder / SETTINGS) or {})
+    kept.pop(NEW_TOKENS, None)
     if kept != settings:
         for name in (SETTINGS, PROBE, PROVENANCE, STEPS, REQUESTS, ROUTING):
             if (folder / name).exists():
@@ -124,6 +127,36 @@ def begin_run(folder: Path, settings: dict[str, Any]) -> set[tuple[int, str]]:
         lines = [json.dumps(dataclasses.asdict(step), separators=(",", ":")) + "\n" for step in whole]
         atomic.write_text(folder / STEPS, "".join(lines))
     return done
+
+
+def fitting_tokens(warmed: Sequence[RequestRecord], prompts: int, seconds: float, asked: int) -> int:
+    """New tokens a prompt that let a run end in time: at most `asked`, at least the fewest that say something.
+
+    Args:
+        warmed: a warm-up's records, of all methods that will run.
+        prompts: that each of them is to decode.
+        seconds: that the run may take, prefills included.
+    """
+    token_s = prefill_s = 0.0
+    for method in {record.method for record in warmed}:
+        mine = [record for record in warmed if record.method == method]
+        token_s += sum(record.decode_s for record in mine) / max(1, sum(record.new_tokens for record in mine))
+        prefill_s += sum(record.prefill_s for record in mine) / len(mine)
+    if not token_s or not prompts:
+        return asked
+    return max(min(asked, FEWEST_TOKENS), min(asked, int((seconds / prompts - prefill_s) / token_s)))
+
+
+def kept_tokens(folder: Path) -> int | None:
+    """New tokens a prompt that `folder`'s run settled on; None: it has not, or does not."""
+    found = (_read_settings(folder / SETTINGS) or {}).get(NEW_TOKENS)
+    return found if isinstance(found, int) else None
+
+
+def keep_tokens(folder: Path, tokens: int) -> int:
+    """Keeps how many new tokens a prompt the run settled on, for it to be resumed with them."""
+    atomic.write_json(folder / SETTINGS, {**_read_settings(folder / SETTINGS), NEW_TOKENS: tokens})
+    return tokens
 
 
 def is_complete(done: Collection[tuple[int, str]], jobs: Sequence[Job], methods: Sequence[Method]) -> bool:
@@ -147,6 +180,7 @@ def run_methods(
     after_prompt: Callable[[], None] = lambda: None,
     batch: int = 1,
     recorder: Recorder | None = None,
+    fit: Callable[[Sequence[RequestRecord]], int] | None = None,
 ) -> None:
     """Decodes every job by every method and appends the records to `folder`.
 
@@ -158,6 +192,7 @@ def run_methods(
         after_prompt: called whenever the methods are through with a prompt (or a batch of them).
         batch: jobs decoded together.
         recorder: given what every request asks of the store; not for batches.
+        fit: given the warm-up's records, says how many new tokens a prompt gets in place of `max_new_tokens`.
     """
     assert recorder is None or batch == 1, "a batch's passes cannot be told apart"
     labels = [method.label for method in methods]
@@ -175,12 +210,16 @@ def run_methods(
         RecordWriter(folder / REQUESTS) as requests_file,
         stage(title, total) as advance,
     ):
+        warmed = []
         for job in warmup:
             for method in methods:
                 tokens = min(warmup_tokens, max_new_tokens)
                 steps, record = _decode(engine_of(method), job, method, sampling, tokens, stop_ids)
+                warmed.append(record)
                 if recorder is not None:
                     recorder.keep(WARMUP, record.workload, record.method, steps)
+        if fit is not None and warmed:
+            max_new_tokens = fit(warmed)
         groups = [jobs[begin : begin + batch] for begin in range(0, len(jobs), batch)]
         for place, group in enumerate(groups):
             before = measured

@@ -24,6 +24,10 @@ class BenchSection(Section):
     paced_new_tokens: Positive = 24
     """In place of `max_new_tokens` where loading is emulated, and for Table 5's prefetch hits."""
     platforms: tuple[str, ...] = ("local-disk", "paced-cg", "paced-mn")
+    part_minutes: PositiveFloat | None = None
+    """On one platform, about (half of it where loading is emulated): where the warm-up says that it takes longer, every
+    prompt gets fewer new tokens.
+    """
     warmup_prompts: NonNegative = 1
     """Prompts decoded before anything is counted."""
     tables: tuple[Positive, ...] = (2, 3, 4, 5, 6)
@@ -60,6 +64,8 @@ class EcoSpecSection(Section):
     """In place of `max_new_tokens` with experts on the disk."""
     batch_new_tokens: Positive = 16
     """In place of `max_new_tokens` in the sweep of batches."""
+    part_minutes: PositiveFloat | None = None
+    """As `bench.part_minutes`, of the greedy runs; with experts in memory, the other runs are cut by the same share."""
     temperatures: tuple[NonNegativeFloat, ...] = (0.0, 1.0)
     heads: tuple[Literal["eagle3", "mtp", "gto"], ...] = ("eagle3", "mtp", "gto")
     """Draft heads that `moexp reproduce` trains."""
