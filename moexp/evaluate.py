@@ -161,7 +161,7 @@ def _run_setting(
 
 def store_for(section: StoreSection, target: Target) -> StoreSection:
     """The store to test a target on: in another dtype than the stored one, host memory takes a disk's place."""
-    if section.kind == "disk" and target.index.dtype != target.dtype:
+    if section.kind == "disk" and not target.index.converts_to(target.dtype):
         return section.model_copy(update={"kind": "host"})
     return section
 

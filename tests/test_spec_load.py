@@ -32,8 +32,10 @@ def test_spec_tells_the_geometry_of_every_family(tiny_folder, model_type):
     spec = MoESpec.from_config(AutoConfig.from_pretrained(tiny_folder(model_type=model_type)))
     assert (spec.hidden_size, spec.num_layers, spec.num_experts, spec.top_k) == (64, 4, 16, 4)
     assert (spec.expert_width, spec.vocab_size, spec.max_positions) == (32, 256, 4096)
-    assert spec.num_shared == (0 if model_type == "qwen3_moe" else 1)
-    assert spec.moe_layers == ((0, 1, 2, 3) if model_type == "qwen3_moe" else (1, 2, 3))
+    none_shared = FAMILIES[model_type].num_shared is None
+    assert none_shared == (model_type in {"gpt_oss", "mixtral", "olmoe", "qwen3_moe"})
+    assert spec.num_shared == (0 if none_shared else 1)
+    assert spec.moe_layers == ((0, 1, 2, 3) if none_shared else (1, 2, 3))
     assert spec.experts_per_token == 4 * len(spec.moe_layers)
 
 
@@ -43,7 +45,7 @@ def test_spec_knows_sparse_steps_and_dense_layers():
 
 
 def test_an_unsupported_family_is_refused_with_those_that_are():
-    with pytest.raises(MoexpError, match="'llama'.*deepseek_v2, deepseek_v3, glm4_moe, qwen3_moe"):
+    with pytest.raises(MoexpError, match="'llama'.*" + ", ".join(sorted(FAMILIES))):
         MoESpec.from_config(AutoConfig.for_model("llama"))
 
 

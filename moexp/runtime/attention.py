@@ -11,7 +11,7 @@ R rotary dimensions, P positions, K padded key/value length.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +41,7 @@ class BlockContext:
         positions: [1, T], for transformers' own modules.
         branches: of a tree: its root-to-leaf paths; None where the block is one chain.
         kept: of a tree: keys and values of the block's rows, by layer, for the path that is accepted.
+        windowed: `mask_TK` and `mask_GTK` of the layers that attend to a window only.
     """
 
     rows: int
@@ -51,6 +52,7 @@ class BlockContext:
     positions: Tensor | None = None
     branches: Sequence[Branch] | None = None
     kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    windowed: Mapping[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,22 @@ def branches_of(parents: Sequence[int], rows: int, device: torch.device) -> list
 
 
 def attend_block(
-    q_1NTD: Tensor, k_1MTD: Tensor, v_1MTD: Tensor, block: BlockContext, layer: int, scaling: float
+    q_1NTD: Tensor,
+    k_1MTD: Tensor,
+    v_1MTD: Tensor,
+    block: BlockContext,
+    layer: int,
+    scaling: float,
+    sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Write the block's keys and values into the cache, and attend to all up to each row's own.
 
     A tree is attended to branch by branch, each as the chain it would be alone: the order of keys, and so every bit, is
     that of decoding the branch token by token. What the cache then holds behind the verified prefix is the last
     branch's.
+
+    Args:
+        sinks_N: a logit a head that takes part in the softmax and leads nowhere, or None.
 
     Returns:
         [T, N, D of the values].
@@ -104,34 +115,60 @@ def attend_block(
         # torch's fused CPU attention wants equal dimensions; its fallback sums over the padded length in one product.
         v_1MTD = F.pad(v_1MTD, (0, k_1MTD.shape[-1] - value_dim))
     if block.branches is None:
-        return _attend_chain(q_1NTD, k_1MTD, v_1MTD, block, layer, scaling)[..., :value_dim]
+        return _attend_chain(q_1NTD, k_1MTD, v_1MTD, block, layer, scaling, sinks_N)[..., :value_dim]
     block.kept[layer] = (k_1MTD, v_1MTD)
     mixed_TND = q_1NTD.new_empty(block.rows, q_1NTD.shape[1], v_1MTD.shape[-1])
     start = block.cache.rows_of(layer)
     for branch in block.branches:
         block.cache.rewind(layer, start)
         at_T = branch.rows_T
-        one_TND = _attend_chain(q_1NTD[:, :, at_T], k_1MTD[:, :, at_T], v_1MTD[:, :, at_T], block, layer, scaling)
+        one_q, one_k, one_v = (x_1TD[:, :, at_T] for x_1TD in (q_1NTD, k_1MTD, v_1MTD))
+        one_TND = _attend_chain(one_q, one_k, one_v, block, layer, scaling, sinks_N)
         begin, end = branch.fresh
         mixed_TND[at_T[begin:end]] = one_TND[begin:end]
     return mixed_TND[..., :value_dim]
 
 
 def _attend_chain(
-    q_1NTD: Tensor, k_1MTD: Tensor, v_1MTD: Tensor, block: BlockContext, layer: int, scaling: float
+    q_1NTD: Tensor,
+    k_1MTD: Tensor,
+    v_1MTD: Tensor,
+    block: BlockContext,
+    layer: int,
+    scaling: float,
+    sinks_N: Tensor | None,
 ) -> Tensor:
+    mask_TK, mask_GTK = block.windowed.get(layer, (block.mask_TK, block.mask_GTK))
     rows, heads, kv_heads = block.rows, q_1NTD.shape[1], k_1MTD.shape[1]
     group = heads // kv_heads
     keys, values = block.cache.update(k_1MTD, v_1MTD, layer)
     q_MGTD = q_1NTD.view(kv_heads, group, rows, -1)
-    if block.mask_GTK is not None:
-        query, mask = q_MGTD.reshape(1, kv_heads, group * rows, -1), block.mask_GTK
+    if mask_GTK is not None:
+        query, mask = q_MGTD.reshape(1, kv_heads, group * rows, -1), mask_GTK
     else:  # many rows: one problem a query head, over the same keys (expanded, not copied)
-        query, mask = q_MGTD, block.mask_TK
+        query, mask = q_MGTD, mask_TK
         keys = keys[0, :, None].expand(-1, group, -1, -1)
         values = values[0, :, None].expand(-1, group, -1, -1)
-    mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+    if sinks_N is None:
+        mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+    else:
+        mixed, weight = _attention_and_weight(query, keys, values, mask, scaling)
+        sinks_MGT = sinks_N.float().view(kv_heads, group, 1).expand(-1, -1, rows)
+        # The sink's share of the softmax is e^sink / (e^sink + e^weight): the keys' outputs keep the rest.
+        mixed = (mixed * torch.sigmoid(weight - sinks_MGT.reshape(weight.shape))[..., None]).to(mixed.dtype)
     return mixed.reshape(kv_heads, group, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads, -1)
+
+
+def _attention_and_weight(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float
+) -> tuple[Tensor, Tensor]:
+    """Attention, and for each row the logarithm of its softmax's denominator (fp32, [.., rows])."""
+    if query.device.type == "cpu":  # the kernel behind torch's own attention, which keeps that to itself
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        mixed, weight = kernel(query, keys, values, attn_mask=mask, scale=scaling)
+        return mixed, weight
+    scores = (query.float() @ keys.float().transpose(-1, -2)) * scaling + mask
+    return (scores.softmax(-1) @ values.float()).to(query.dtype), scores.logsumexp(-1)
 
 
 def _module_attention(
@@ -143,9 +180,10 @@ def _module_attention(
     *,
     moexp_block: BlockContext,
     scaling: float,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    return attend_block(query, key, value, moexp_block, module.layer_idx, scaling)[None], None
+    return attend_block(query, key, value, moexp_block, module.layer_idx, scaling, s_aux)[None], None
 
 
 ALL_ATTENTION_FUNCTIONS.register(BLOCK_ATTENTION, _module_attention)

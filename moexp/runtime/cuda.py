@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from moexp.errors import MoexpError
+from moexp.runtime.host import plan_of
 from moexp.runtime.slots import Slot
 from moexp.runtime.transfer import Plan, Transfer
 from moexp.target.experts import ExpertKey, ExpertWeights
@@ -60,10 +61,10 @@ class PinnedSource:
         self._weights = dict(weights)
         self._device = device
         self._local = threading.local()
-        self.slot_bytes = max(w.gate_up.nbytes + w.down.nbytes for w in weights.values())
+        self.slot_bytes = max(w.nbytes for w in weights.values())
         storages = {}
         for w in weights.values():
-            for tensor in (w.gate_up, w.down):
+            for tensor in w.tensors:
                 storage = tensor.untyped_storage()
                 storages[storage.data_ptr()] = storage
         self._pinned: list[int] = []
@@ -74,20 +75,18 @@ class PinnedSource:
             self._pinned.append(address)
 
     def plan(self, key: ExpertKey) -> Plan:
-        w = self._weights[key]
-        hidden, width = w.down.shape
-        return Plan((None,), w.gate_up.nbytes + w.down.nbytes, 0, w.gate_up.numel(), width, hidden)
+        return plan_of(self._weights[key])
 
     def move(self, transfer: Transfer, piece: None) -> None:
         if not hasattr(self._local, "stream"):
             self._local.stream = torch.cuda.Stream(self._device)
         stream, slot, source = self._local.stream, transfer.slot, self._weights[transfer.key]
-        target = slot.weights(0, source.gate_up.numel(), source.down.shape[1], source.down.shape[0])
+        transfer.view()
         with torch.cuda.stream(stream):
             if slot.last_use is not None:
                 stream.wait_event(slot.last_use)
-            target.gate_up.copy_(source.gate_up, non_blocking=True)
-            target.down.copy_(source.down, non_blocking=True)
+            for target, tensor in zip(transfer.weights.tensors, source.tensors, strict=True):
+                target.copy_(tensor, non_blocking=True)
         stream.synchronize()  # in the worker: an expert that has landed needs no further ordering
 
     def finish(self, transfer: Transfer) -> None:

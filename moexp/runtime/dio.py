@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from moexp.errors import MoexpError
 from moexp.runtime.slots import PAGE, align_down, align_up
 from moexp.runtime.transfer import Plan, Transfer
-from moexp.target.experts import ExpertIndex, ExpertKey, ExpertLocation, Part
+from moexp.target.experts import ByteRange, CodedLocation, ExpertIndex, ExpertKey, ExpertLocation, Part
 
 _REFUSED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
@@ -115,20 +117,27 @@ def read_into(file: DirectFile, buffer: memoryview, start: int, needed: int) -> 
 class FileSource:
     """Experts in place in their shards.
 
+    Coded experts are read behind the room that they take once they are decoded, in the same slot.
+
     Args:
         index: where they are.
         splits: pieces that each byte range is read in.
+        dtype: what coded experts are decoded to.
     """
 
-    def __init__(self, index: ExpertIndex, splits: int = 1) -> None:
+    def __init__(self, index: ExpertIndex, splits: int = 1, dtype: torch.dtype | None = None) -> None:
         self._files = open_shards(index.files)
-        self._itemsize = index.dtype.itemsize
+        self._itemsize = (dtype or index.dtype).itemsize
+        self._coding, self._coded = index.coding, index.coded
+        self._bases: dict[ExpertKey, list[int]] = {}  # of coded experts: each range's first byte in the slot
         self._splits = splits
         self._plans: dict[ExpertKey, Plan] = {}
         self._copies: dict[ExpertKey, tuple[tuple[int, int, int], ...]] = {}
         self.slot_bytes = 0
         for key, location in index.locations.items():
             self._add(key, location)
+        for key, coded in index.coded.items():
+            self._add_coded(key, coded, index.elements(key))
 
     @property
     def direct(self) -> bool:
@@ -145,7 +154,11 @@ class FileSource:
             os.posix_fadvise(file.fd, piece.start, piece.length, os.POSIX_FADV_DONTNEED)
 
     def finish(self, transfer: Transfer) -> None:
-        """Bring together what the file keeps apart; most checkpoints need none of it."""
+        """Decode, or bring together what the file keeps apart; most checkpoints need none of it."""
+        if self._coding is not None:
+            transfer.view()
+            self._coding.decode(self._stored(transfer), transfer.weights)
+            return
         copies = self._copies.get(transfer.key)
         if copies:
             memory = np.frombuffer(transfer.slot.buffer, dtype=np.uint8)
@@ -157,11 +170,23 @@ class FileSource:
             os.close(file.fd)
         self._files = ()
 
-    def _add(self, key: ExpertKey, at: ExpertLocation) -> None:
+    def _stored(self, transfer: Transfer) -> dict[str, Tensor]:
+        """A coded expert's tensors where they were read to."""
+        memory = torch.frombuffer(transfer.slot.buffer, dtype=torch.uint8)
+        bases, tensors = self._bases[transfer.key], {}
+        for name, part in self._coded[transfer.key].parts.items():
+            start = bases[part.range] + part.offset
+            stored = memory[start : start + part.nbytes]
+            if start % part.dtype.itemsize:
+                stored = stored.clone()
+            tensors[name] = stored.view(part.dtype).view(part.shape)
+        return tensors
+
+    def _pieces(self, ranges: Sequence[ByteRange], room: int) -> tuple[list[Piece], list[int], int]:
+        """Reads of ranges to byte `room` of a slot and on: pieces, each range's first byte, and where they end."""
         pieces: list[Piece] = []
-        bases = []  # of each range's first byte in the slot
-        room = 0
-        for span in at.ranges:
+        bases = []
+        for span in ranges:
             start, stop = align_down(span.start), align_up(span.stop)
             bases.append(room + span.start - start)
             step = align_up(-(-(stop - start) // self._splits))
@@ -170,6 +195,21 @@ class FileSource:
                 needed = min(length, span.stop - begin)
                 pieces.append(Piece(span.file, begin, length, room + begin - start, needed))
             room += stop - start
+        return pieces, bases, room
+
+    def _moved_bytes(self, pieces: Sequence[Piece]) -> int:
+        return sum(min(p.start + p.length, self._files[p.file].size) - p.start for p in pieces)
+
+    def _add_coded(self, key: ExpertKey, at: CodedLocation, elements: int) -> None:
+        pieces, self._bases[key], room = self._pieces(at.ranges, align_up(elements * self._itemsize))
+        matrix = at.width * at.hidden
+        bias = 3 * matrix if elements > 3 * matrix else None
+        moved = self._moved_bytes(pieces)
+        self._plans[key] = Plan(tuple(pieces), moved, 0, 2 * matrix, at.width, at.hidden, bias)
+        self.slot_bytes = max(self.slot_bytes, room)
+
+    def _add(self, key: ExpertKey, at: ExpertLocation) -> None:
+        pieces, bases, room = self._pieces(at.ranges, 0)
 
         def place(part: Part) -> int:
             return bases[part.range] + part.offset
@@ -187,7 +227,7 @@ class FileSource:
             room = align_up(room + matrix_bytes)
         if copies:
             self._copies[key] = tuple(copies)
-        moved = sum(min(p.start + p.length, self._files[p.file].size) - p.start for p in pieces)
+        moved = self._moved_bytes(pieces)
         gate, down = gate // self._itemsize, down // self._itemsize
         self._plans[key] = Plan(tuple(pieces), moved, gate, down, at.width, at.hidden)
         self.slot_bytes = max(self.slot_bytes, room)

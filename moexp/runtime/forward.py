@@ -26,6 +26,7 @@ from moexp.runtime.layers import LayerDrafts, Network, restructures_attention
 from moexp.runtime.moe import StepPath
 from moexp.runtime.store import ExpertStore
 from moexp.target.draft_head import DraftHead
+from moexp.target.families import window_of
 from moexp.target.load import Target
 
 if TYPE_CHECKING:
@@ -143,6 +144,9 @@ class Engine:
             restructured=restructured,
             pack=pack and restructured,
         )
+        config = target.model.config
+        windows = {layer: window_of(config, layer) for layer in range(self.spec.num_layers)}
+        self._windows = {layer: window for layer, window in windows.items() if window is not None}
         self._layer_offsets_L1 = np.arange(len(self.spec.moe_layers))[:, None] * self.spec.num_experts
         self._capacity = 0
         self.observer: EngineObserver | None = None
@@ -163,6 +167,9 @@ class Engine:
             self._capacity = needed
             self.lane = self.new_lane()
             self._masks = CausalMasks(needed, self.dtype, self.device)
+            self._window_masks = {
+                window: CausalMasks(needed, self.dtype, self.device, window) for window in set(self._windows.values())
+            }
             if self._fused:
                 self._rotary = RotaryTable(self._base.rotary_emb, needed, self.dtype, self.device)
         self.cache.reset()
@@ -308,9 +315,14 @@ class Engine:
     def _context(self, rows: int, cache: BlockCache, parents: Sequence[int] | None) -> BlockContext:
         start = cache.length
         padded = padded_length(start + rows, self.kv_multiple)
-        mask_TK, mask_GTK = self._masks.block(rows, start, padded), None
-        if rows <= self.block:
-            mask_GTK = self._masks.block(rows, start, padded, repeat=self._group)
+
+        def masks(band: CausalMasks) -> tuple[Tensor, Tensor | None]:
+            packed = band.block(rows, start, padded, repeat=self._group) if rows <= self.block else None
+            return band.block(rows, start, padded), packed
+
+        mask_TK, mask_GTK = masks(self._masks)
+        by_window = {window: masks(band) for window, band in self._window_masks.items()}
+        windowed = {layer: by_window[window] for layer, window in self._windows.items()}
         branches = None
         positions = torch.arange(start, start + rows, device=self.device)
         if parents is not None:
@@ -320,8 +332,8 @@ class Engine:
                 positions[branch.rows_T[begin:end]] = torch.arange(start + begin, start + end, device=self.device)
         if self._fused:
             rotary = self._rotary.block(start, rows) if branches is None else self._rotary.at(positions)
-            return BlockContext(rows, mask_TK, mask_GTK, cache, rotary, branches=branches)
+            return BlockContext(rows, mask_TK, mask_GTK, cache, rotary, branches=branches, windowed=windowed)
         positions = positions[None]
         like = torch.zeros(1, dtype=self.dtype, device=self.device)
         rotary = self._base.rotary_emb(like, positions)
-        return BlockContext(rows, mask_TK, mask_GTK, cache, rotary, positions, branches)
+        return BlockContext(rows, mask_TK, mask_GTK, cache, rotary, positions, branches, windowed=windowed)

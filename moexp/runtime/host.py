@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,17 +12,17 @@ from torch import Tensor
 from moexp.runtime.dio import DirectFile, open_file, read_into
 from moexp.runtime.slots import Slot, map_huge
 from moexp.runtime.transfer import Plan, Transfer
-from moexp.target.experts import ExpertIndex, ExpertKey, ExpertWeights, iter_parts
+from moexp.target.experts import CodedLocation, ExpertIndex, ExpertKey, ExpertWeights, iter_parts
 
 
 def load_experts(index: ExpertIndex, dtype: torch.dtype | None = None) -> dict[ExpertKey, ExpertWeights]:
-    """Read every expert into one stretch of memory, converted to `dtype` where it is given.
+    """Read every expert into one stretch of memory, decoded, and converted to `dtype` where it is given.
 
     Raises:
         MoexpError: a shard cannot be read.
     """
     dtype = dtype or index.dtype
-    total = sum(3 * at.width * at.hidden for at in index.locations.values())
+    total = sum(index.elements(key) for key in index.keys)
     memory, first = map_huge(total * dtype.itemsize)
     elements = torch.frombuffer(memory, dtype=dtype)
     room = Slot(memoryview(memory), elements, first // dtype.itemsize)
@@ -31,19 +31,32 @@ def load_experts(index: ExpertIndex, dtype: torch.dtype | None = None) -> dict[E
     used = 0
     try:
         for key in index.keys:
+            width, hidden = index.shape(key)
+            down, end = used + 2 * width * hidden, used + 3 * width * hidden
+            weights = experts[key] = room.weights(used, down, width, hidden, end if index.biased else None)
+            used += index.elements(key)
+            if index.coding is not None:
+                index.coding.decode(_stored(files, index.coded[key]), weights)
+                continue
             at = index.locations[key]
-            matrix = at.width * at.hidden
-            weights = room.weights(used, used + 2 * matrix, at.width, at.hidden)
-            used += 3 * matrix
             targets = (*weights.gate_up.split(at.width), weights.down)
             for target, (part, _) in zip(targets, iter_parts(at), strict=True):
                 span = at.ranges[part.range]
                 _read(files[span.file], target, span.start + part.offset, index.dtype)
-            experts[key] = weights
     finally:
         for file in files:
             os.close(file.fd)
     return experts
+
+
+def _stored(files: Sequence[DirectFile], at: CodedLocation) -> dict[str, Tensor]:
+    """A coded expert's tensors as they are stored."""
+    tensors = {}
+    for name, part in at.parts.items():
+        span = at.ranges[part.range]
+        tensors[name] = torch.empty(part.shape, dtype=part.dtype)
+        _read(files[span.file], tensors[name], span.start + part.offset, part.dtype)
+    return tensors
 
 
 class HostSource:
@@ -55,12 +68,8 @@ class HostSource:
 
     def __init__(self, weights: Mapping[ExpertKey, ExpertWeights]) -> None:
         self._weights = dict(weights)
-        self.slot_bytes = max(w.gate_up.nbytes + w.down.nbytes for w in weights.values())
-        self._plans = {}
-        for key, w in weights.items():
-            hidden, width = w.down.shape
-            size = w.gate_up.nbytes + w.down.nbytes
-            self._plans[key] = Plan((None,), size, 0, w.gate_up.numel(), width, hidden)
+        self.slot_bytes = max(w.nbytes for w in weights.values())
+        self._plans = {key: plan_of(w) for key, w in weights.items()}
 
     def plan(self, key: ExpertKey) -> Plan:
         return self._plans[key]
@@ -69,10 +78,7 @@ class HostSource:
         memory = np.frombuffer(transfer.slot.buffer, dtype=np.uint8)
         weights = self._weights[transfer.key]
         start = 0
-        for tensor in (
-            weights.gate_up,
-            weights.down,
-        ):  # numpy copies without the interpreter's lock and in one thread
+        for tensor in weights.tensors:  # numpy copies without the interpreter's lock and in one thread
             np.copyto(memory[start : start + tensor.nbytes], _bytes_of(tensor))
             start += tensor.nbytes
 
@@ -81,6 +87,14 @@ class HostSource:
 
     def close(self) -> None:
         self._weights.clear()
+
+
+def plan_of(weights: ExpertWeights) -> Plan:
+    """One piece: gate_up, down and biases, one behind the other from the slot's start."""
+    hidden, width = weights.down.shape
+    down, end = weights.gate_up.numel(), 3 * width * hidden
+    bias = None if weights.gate_up_bias is None else end
+    return Plan((None,), weights.nbytes, 0, down, width, hidden, bias)
 
 
 def _bytes_of(tensor: Tensor) -> np.ndarray:

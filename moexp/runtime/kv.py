@@ -98,10 +98,11 @@ class BlockCache(Cache):
 class CausalMasks:
     """Additive masks [T, K] for a block of T rows that starts at any position: views of one band, nothing is computed.
 
-    Row i of a block that starts at position s sees keys 0 .. s + i.
+    Row i of a block that starts at position s sees keys 0 .. s + i; with a window, the last `window` of them.
     """
 
-    def __init__(self, capacity: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, capacity: int, dtype: torch.dtype, device: torch.device, window: int | None = None) -> None:
+        self.window = window
         self.capacity = capacity
         self.dtype = dtype
         self.device = device
@@ -115,6 +116,8 @@ class CausalMasks:
             row = torch.arange(rows, device=self.device)[:, None]
             band = torch.zeros(rows, 2 * self.capacity, dtype=self.dtype, device=self.device)
             band.masked_fill_(column > row + self.capacity, float("-inf"))
+            if self.window is not None:
+                band.masked_fill_(column <= row + self.capacity - self.window, float("-inf"))
             band = self._bands[rows, repeat] = band.repeat(repeat, 1)
         first = self.capacity - start
         return band[:, first : first + padded]

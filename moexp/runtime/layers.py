@@ -19,7 +19,16 @@ from torch import Tensor, nn
 
 from moexp.runtime.attention import BlockContext, GroupedAttention, ModuleAttention
 from moexp.runtime.linear import SwiGLU, make_linear
-from moexp.runtime.moe import ExpertCompute, MoELayer, can_route_by_sigmoid, module_route, sigmoid_route
+from moexp.runtime.moe import (
+    ExpertCompute,
+    Gating,
+    MoELayer,
+    can_route_by_sigmoid,
+    clamped_gating,
+    module_route,
+    sigmoid_route,
+    silu_gating,
+)
 from moexp.target.draft_expert import DraftExperts
 from moexp.target.load import Target
 
@@ -80,6 +89,7 @@ class Network:
                 width=spec.expert_width,
                 dtype=target.dtype,
                 device=target.device,
+                gating=_gating(target),
             )
             for rows in {block, draft_rows}
         }
@@ -142,6 +152,13 @@ def _route(target: Target, mlp: nn.Module, restructured: bool) -> Any:
     router = getattr(mlp, target.family.router)
     by_sigmoid = restructured and target.family.routing == "sigmoid" and can_route_by_sigmoid(router)
     return sigmoid_route(router) if by_sigmoid else module_route(router)
+
+
+def _gating(target: Target) -> Gating:
+    if target.family.activation == "silu":
+        return silu_gating
+    config = target.model.config
+    return clamped_gating(float(config.swiglu_alpha), float(config.swiglu_limit))
 
 
 def _drafting(

@@ -33,6 +33,25 @@ Route = Callable[[Tensor], tuple[np.ndarray, Tensor]]
 """[T, H] -> expert ids [T, k] (int64, on the host) and gates [T, k] (fp32), by descending gate, ties by lower index."""
 
 
+Gating = Callable[[Tensor, Tensor, Tensor], object]
+"""(gate, up, where the result goes), all of one shape: what stands between an expert's two multiplications."""
+
+
+def silu_gating(gate: Tensor, up: Tensor, out: Tensor) -> None:
+    """silu(gate) * up."""
+    torch.mul(F.silu(gate), up, out=out)
+
+
+def clamped_gating(alpha: float, limit: float) -> Gating:
+    """GPT-OSS's: (up + 1) * gate * sigmoid(alpha * gate), gate clamped from above, up on both sides."""
+
+    def gating(gate: Tensor, up: Tensor, out: Tensor) -> None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        torch.mul(gate * torch.sigmoid(gate * alpha), up + 1, out=out)
+
+    return gating
+
+
 @dataclass(frozen=True)
 class StepPath:
     """Which way through the MoE layers a step takes.
@@ -102,11 +121,21 @@ class ExpertCompute:
         max_union: experts in a decoding block's union at most.
         hidden, width: H and I.
         dtype, device: of the activations.
+        gating: between an expert's two multiplications.
     """
 
     def __init__(
-        self, *, rows: int, max_union: int, hidden: int, width: int, dtype: torch.dtype, device: torch.device
+        self,
+        *,
+        rows: int,
+        max_union: int,
+        hidden: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        gating: Gating = silu_gating,
     ) -> None:
+        self.gating = gating
         self.rows, self.hidden, self.width = rows, hidden, width
         small = 3 * hidden * width <= UPCAST_MAX_ELEMENTS
         self.upcast = small and dtype == torch.bfloat16 and device.type == "cpu"
@@ -168,26 +197,34 @@ class ExpertCompute:
         for slot, (key, weights) in enumerate(arrivals):
             slot_of_E[key[1]] = slot
             torch.mm(weights.gate_up, x_HT, out=self.inner_2IT)
-            torch.mul(F.silu(gate_IT), up_IT, out=self.acted_IT)
+            if weights.gate_up_bias is not None:
+                self.inner_2IT.add_(weights.gate_up_bias[:, None])
+            self.gating(gate_IT, up_IT, self.acted_IT)
             torch.mm(weights.down, self.acted_IT, out=self.outputs[slot])
+            if weights.down_bias is not None:
+                self.outputs[slot].add_(weights.down_bias[:, None])
 
     def _run_small(
         self, arrivals: Iterable[tuple[ExpertKey, ExpertWeights]], x_TH: Tensor, slot_of_E: np.ndarray
     ) -> None:
         """Kernel calls, not memory, are what small experts cost: the activation is done once for all of them."""
         assert self.gate_up_2IH is not None and self.down_HI is not None
-        downs = []
+        downs: list[tuple[Tensor, Tensor | None]] = []
         gate_up_H2I, down_IH = self.gate_up_2IH.t(), self.down_HI.t()
         for slot, (key, weights) in enumerate(arrivals):
             slot_of_E[key[1]] = slot
             self.gate_up_2IH.copy_(weights.gate_up)
             torch.mm(x_TH, gate_up_H2I, out=self.inner[slot])
-            downs.append(weights.down)
+            if weights.gate_up_bias is not None:
+                self.inner[slot].add_(weights.gate_up_bias)
+            downs.append((weights.down, weights.down_bias))
         gate_UTI, up_UTI = self.inner_UT2I[: len(downs)].split(self.width, dim=-1)
-        torch.mul(F.silu(gate_UTI), up_UTI, out=self.acted_UTI[: len(downs)])
-        for slot, down in enumerate(downs):
+        self.gating(gate_UTI, up_UTI, self.acted_UTI[: len(downs)])
+        for slot, (down, bias) in enumerate(downs):
             self.down_HI.copy_(down)
             torch.mm(self.acted[slot], down_IH, out=self.outputs[slot])
+            if bias is not None:
+                self.outputs[slot].add_(bias)
 
     def rows_apart(
         self,
@@ -204,8 +241,12 @@ class ExpertCompute:
         x_TH = x_TH.to(self.dtype)
         for (_, expert), weights in arrivals:
             mine = torch.from_numpy(order[bounds[expert] : bounds[expert + 1]]).to(x_TH.device)
-            gate_TI, up_TI = F.linear(x_TH[mine // top_k], weights.gate_up.to(self.dtype)).chunk(2, dim=-1)
-            outputs[mine] = F.linear(F.silu(gate_TI).mul_(up_TI), weights.down.to(self.dtype))
+            gate_up, down, *biases = (tensor.to(self.dtype) for tensor in weights.tensors)
+            gate_up_bias, down_bias = biases or (None, None)
+            gate_TI, up_TI = F.linear(x_TH[mine // top_k], gate_up, gate_up_bias).chunk(2, dim=-1)
+            acted_TI = torch.empty_like(up_TI)
+            self.gating(gate_TI, up_TI, acted_TI)
+            outputs[mine] = F.linear(acted_TI, down, down_bias)
         return (outputs.view(rows, top_k, -1) * gates_Tk[..., None]).sum(1)
 
 

@@ -39,11 +39,11 @@ class Slot:
         self.elements = elements
         self.first = first  # this slot's first element in `elements`
         self.last_use: Any = None
-        self._views: dict[tuple[int, int, int, int], ExpertWeights] = {}
+        self._views: dict[tuple[int, int, int, int, int | None], ExpertWeights] = {}
 
-    def weights(self, gate_up: int, down: int, width: int, hidden: int) -> ExpertWeights:
-        """Views of an expert whose matrices start `gate_up` and `down` elements into the slot."""
-        where = (gate_up, down, width, hidden)
+    def weights(self, gate_up: int, down: int, width: int, hidden: int, bias: int | None = None) -> ExpertWeights:
+        """Views of an expert whose matrices start `gate_up` and `down` elements into the slot, its biases at `bias`."""
+        where = (gate_up, down, width, hidden, bias)
         views = self._views.get(where)  # making two tensors takes longer than all else that an arrival costs
         if views is None:
             if len(self._views) == _VIEWS:
@@ -51,8 +51,13 @@ class Slot:
             views = self._views[where] = ExpertWeights(
                 torch.as_strided(self.elements, (2 * width, hidden), (hidden, 1), self.first + gate_up),
                 torch.as_strided(self.elements, (hidden, width), (width, 1), self.first + down),
+                *(self._vectors(bias, 2 * width, hidden) if bias is not None else ()),
             )
         return views
+
+    def _vectors(self, start: int, *lengths: int) -> list[Tensor]:
+        first = self.first + start
+        return list(self.elements[first : first + sum(lengths)].split(lengths))
 
 
 class SlotPool(Protocol):

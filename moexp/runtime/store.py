@@ -88,7 +88,7 @@ class ResidentStore:
     def __init__(self, weights: Mapping[ExpertKey, ExpertWeights]) -> None:
         self.counters = StoreCounters()
         self.weights = weights
-        self.expert_bytes = max(w.gate_up.nbytes + w.down.nbytes for w in weights.values())
+        self.expert_bytes = max(w.nbytes for w in weights.values())
 
     def begin_cycle(self) -> None:
         pass
@@ -318,7 +318,8 @@ def open_store(
             "disk" (read into slots).
         policy: a key of `cache.POLICIES`; a resident store needs none.
         demands: how often each expert was demanded, for the policy "static-hot".
-        dtype: of the weights served; by default as stored. The disk store converts nothing.
+        dtype: of the weights served; by default as stored. The disk store decodes what is quantised or laid out
+            otherwise; plain weights it serves as they are.
         device: where they are served; the disk store serves host memory only.
         budget_bytes, io_threads, pacer, prefetch_threads, poison: as in `SlotStore`.
 
@@ -330,19 +331,19 @@ def open_store(
         raise MoexpError(f"unknown store kind {kind!r}", where="store.kind", valid=", ".join(STORE_KINDS))
     rule = make_policy(policy, demands)
     dtype, device = dtype or index.dtype, torch.device(device)
-    if kind == "disk" and (dtype != index.dtype or device.type != "cpu"):
+    if kind == "disk" and (not index.converts_to(dtype) or device.type != "cpu"):
         wanted = f"experts on disk are {index.dtype} and go to host memory, not {dtype} on {device}"
         raise MoexpError(wanted, where="store.kind", valid="host, resident")
     if kind == "resident":
         return ResidentStore(
             {
-                key: ExpertWeights(expert.gate_up.to(device), expert.down.to(device))
+                key: ExpertWeights(*(tensor.to(device) for tensor in expert.tensors))
                 for key, expert in load_experts(index, dtype).items()
             }
         )
     source: Source
     if kind == "disk":
-        source = FileSource(index, splits=1 if pacer else READ_SPLITS)
+        source = FileSource(index, splits=1 if pacer else READ_SPLITS, dtype=dtype)
     elif device.type == "cuda":
         from moexp.runtime.cuda import PinnedSource
 

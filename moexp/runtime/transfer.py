@@ -20,7 +20,8 @@ from moexp.target.experts import ExpertKey, ExpertWeights
 class Plan:
     """How an expert comes in: `pieces` can move in any order and at once; their meaning is the source's own.
 
-    `gate_up` and `down` are the matrices' places in the slot, in elements; `moved_bytes` is asked of the device.
+    `gate_up` and `down` are the matrices' places in the slot, in elements, `bias` that of the biases, if there are any;
+    `moved_bytes` is asked of the device.
     """
 
     pieces: tuple[Any, ...]
@@ -29,6 +30,7 @@ class Plan:
     down: int
     width: int
     hidden: int
+    bias: int | None = None
 
 
 class Source(Protocol):
@@ -75,7 +77,7 @@ class Transfer:
     def view(self) -> None:
         """Make `weights` of what is in the slot."""
         plan = self.plan
-        self.weights = self.slot.weights(plan.gate_up, plan.down, plan.width, plan.hidden)
+        self.weights = self.slot.weights(plan.gate_up, plan.down, plan.width, plan.hidden, plan.bias)
 
 
 class Transport(Protocol):

@@ -136,13 +136,12 @@ def resident_store(target: Target, limit: int = POOL_BYTES) -> tuple[ExpertStore
     size = index.expert_bytes * dtype.itemsize // index.dtype.itemsize
     if size * len(index.keys) <= limit:
         return open_store(index, "resident", dtype=dtype), False
-    at = index.locations[index.keys[0]]
+    width, hidden = index.shape(index.keys[0])
     count = max(1, limit // size)
-    one = (torch.randn(3 * at.width * at.hidden) * at.hidden**-0.5).to(dtype)
-    pool = one.repeat(count, 1)
-    matrix = at.width * at.hidden
-    stand_ins = [
-        ExpertWeights(row[: 2 * matrix].view(2 * at.width, at.hidden), row[2 * matrix :].view(at.hidden, at.width))
-        for row in pool
-    ]
+    one = (torch.randn(index.elements(index.keys[0])) * hidden**-0.5).to(dtype)
+    lengths = [2 * width * hidden, width * hidden, *([2 * width, hidden] if index.biased else [])]
+    stand_ins = []
+    for row in one.repeat(count, 1):
+        gate_up, down, *biases = row.split(lengths)
+        stand_ins.append(ExpertWeights(gate_up.view(2 * width, hidden), down.view(hidden, width), *biases))
     return ResidentStore({key: stand_ins[n % count] for n, key in enumerate(index.keys)}), True

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.modeling_utils import PreTrainedModel
 
 from moexp.errors import MoexpError
+from moexp.target.coding import SCALE, dequantise_fp8, fp8_block
 from moexp.target.experts import ExpertIndex, checkpoint_files, read_header
 from moexp.target.families import Family, family_of
 from moexp.target.spec import MoESpec
@@ -97,7 +100,8 @@ def load_target(folder: Path | str, *, dtype: torch.dtype | None = None, device:
     _check_geometry(index, spec, folder)
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        attention = "eager" if family.sinks else "sdpa"
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     _load_weights(model, folder, index, dtype, device)
     _rebuild_buffers(model, config, device)
     model.eval().requires_grad_(False)
@@ -169,18 +173,28 @@ def _check_geometry(index: ExpertIndex, spec: MoESpec, folder: Path) -> None:
 def _load_weights(model: PreTrainedModel, folder: Path, index: ExpertIndex, dtype: torch.dtype, device: str) -> None:
     """Read everything but the routed experts, and check that nothing is left on `meta` that should not be."""
     wanted = {name for name in model.state_dict() if ".mlp.experts." not in name}
-    keep_fp32 = _fp32_pattern(model)
+    keep_fp32 = _fp32_pattern(model, dtype)
+    renames = family_of(model.config.model_type).renames
     state: dict[str, Tensor] = {}
-    for file in checkpoint_files(folder):
-        with safe_open(file, "pt", device=device) as shard:
-            for name in shard.keys():  # noqa: SIM118 (a safe_open handle is no mapping)
-                # Checkpoints carry layers that the model does not run (multi-token prediction): leave them out.
-                if name in wanted and name not in index.tensor_names:
-                    tensor = shard.get_tensor(name)
-                    if tensor.is_floating_point():
-                        # A copy: what `get_tensor` gives may be a view of the mapped file.
-                        tensor = tensor.to(torch.float32 if keep_fp32(name) else dtype, copy=True)
-                    state[name] = tensor
+    with ExitStack() as stack:
+        shards = [stack.enter_context(safe_open(file, "pt", device=device)) for file in checkpoint_files(folder)]
+        places = {name: shard for shard in shards for name in shard.keys()}  # noqa: SIM118 (a handle is no mapping)
+        for stored, shard in places.items():
+            name = stored
+            for theirs, ours in renames:
+                name = name.replace(theirs, ours)
+            # Checkpoints carry layers that the model does not run (multi-token prediction): leave them out.
+            if name not in wanted or stored in index.tensor_names:
+                continue
+            tensor = shard.get_tensor(stored)
+            kept = torch.float32 if keep_fp32(name) else dtype
+            if tensor.dtype == torch.float8_e4m3fn:
+                state[name] = _dequantised(tensor, stored + SCALE, places, model.config, kept)
+            elif tensor.is_floating_point():
+                # A copy: what `get_tensor` gives may be a view of the mapped file.
+                state[name] = tensor.to(kept, copy=True)
+            else:
+                state[name] = tensor
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     absent = [name for name, tensor in model.state_dict().items() if tensor.is_meta and ".mlp.experts." not in name]
@@ -190,9 +204,24 @@ def _load_weights(model: PreTrainedModel, folder: Path, index: ExpertIndex, dtyp
         )
 
 
-def _fp32_pattern(model: PreTrainedModel) -> Any:
-    """Predicate on parameter names: transformers keeps it in fp32 whatever the model's type."""
-    names = [*(model._keep_in_fp32_modules or []), *(model._keep_in_fp32_modules_strict or [])]
+def _dequantised(weight: Tensor, scale_name: str, places: Mapping[str, Any], config: Any, dtype: torch.dtype) -> Tensor:
+    """A resident FP8 matrix in the type that it is computed in."""
+    if scale_name not in places:
+        raise MoexpError(f"tensor {scale_name} is missing", valid="fp8 weights with a scale a block")
+    rows, columns = fp8_block(getattr(config, "quantization_config", None) or {})
+    scales = places[scale_name].get_tensor(scale_name)
+    if scales.shape != (-(-weight.shape[0] // rows), -(-weight.shape[1] // columns)):
+        raise MoexpError(f"{scale_name} is {list(scales.shape)}", valid=f"one scale a block of {rows} x {columns}")
+    plain = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    dequantise_fp8(weight, scales, plain, (rows, columns))
+    return plain
+
+
+def _fp32_pattern(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Predicate on parameter names: transformers keeps it in fp32 though the model is of type `dtype`."""
+    names = [*(model._keep_in_fp32_modules_strict or [])]
+    if dtype == torch.float16:
+        names += model._keep_in_fp32_modules or []
     if not names:
         return lambda name: False
     pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}(\.|$)" for name in names))

@@ -66,7 +66,7 @@ class MoESpec:
             num_experts=getattr(config, family.num_experts),
             top_k=config.num_experts_per_tok,
             num_shared=getattr(config, family.num_shared) if family.num_shared else 0,
-            expert_width=config.moe_intermediate_size,
+            expert_width=getattr(config, family.expert_width),
             vocab_size=config.vocab_size,
             max_positions=config.max_position_embeddings,
             num_heads=config.num_attention_heads,

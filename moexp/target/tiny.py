@@ -49,9 +49,9 @@ def build_tiny_target(
     Args:
         folder: written to; created if need be.
         seed: of the weights; the same arguments give the same bytes.
-        hidden, layers, experts, top_k, shared, expert_width, vocab: geometry. qwen3_moe has no shared expert.
+        hidden, layers, experts, top_k, shared, expert_width, vocab: geometry. Some families have no shared expert.
         model_type: any family that moexp runs.
-        first_dense: leading layers without experts (none in qwen3_moe, whatever this says).
+        first_dense: leading layers without experts (in the families that have such).
         dtype: storage type.
         expert_gain: scale of the routed experts: the larger, the less a draft path without them agrees.
         logit_gain: standard deviation of the logits: the larger, the surer is the draft of its tokens.
@@ -165,6 +165,15 @@ def _geometry(
         },
         "deepseek_v3": {**routed, **latent, **groups, "norm_topk_prob": True, "routed_scaling_factor": 1.5},
         "deepseek_v2": {**routed, **latent, "topk_method": "greedy", "routed_scaling_factor": 4.0},
+        "olmoe": {"num_experts": experts, "intermediate_size": expert_width, "clip_qkv": 4.0},
+        "mixtral": {"num_local_experts": experts, "intermediate_size": expert_width, "head_dim": 16},
+        "gpt_oss": {
+            "num_local_experts": experts,
+            "intermediate_size": expert_width,
+            "head_dim": 16,
+            "sliding_window": 24,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
         "qwen3_moe": {"num_experts": experts, "head_dim": 16, "norm_topk_prob": True},
     }
     if model_type not in per_family:
@@ -175,15 +184,19 @@ def _geometry(
 def _randomise(model: nn.Module, expert_gain: float, logit_gain: float) -> None:
     """Redraw all weights: matrices keep the scale of what passes through, routed experts are scaled by the gain."""
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:
+        if name.endswith(("sinks", "bias")):
+            nn.init.normal_(parameter, std=0.5)
+        elif parameter.dim() == 1:
             nn.init.ones_(parameter)
         elif "embed_tokens" in name:
             nn.init.normal_(parameter, std=1.0)
+        elif name.endswith("_proj_bias"):
+            nn.init.normal_(parameter, std=0.1)
         elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             nn.init.normal_(parameter, std=math.sqrt(expert_gain / parameter.shape[-1]))
         elif name == "lm_head.weight":
             nn.init.normal_(parameter, std=logit_gain / math.sqrt(parameter.shape[-1]))
-        elif name.endswith("gate.weight"):
+        elif name.endswith(("gate.weight", "router.weight")):
             nn.init.normal_(parameter, std=1.5 / math.sqrt(parameter.shape[-1]))
         else:
             nn.init.normal_(parameter, std=1.0 / math.sqrt(parameter.shape[-1]))

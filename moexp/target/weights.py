@@ -23,5 +23,5 @@ def weight_sizes(folder: Path | str) -> dict[str, int]:
             begin, end = entry["data_offsets"]
             sizes[name] = end - begin
     routed = sum(sizes[name] for name in index.tensor_names)
-    width = index.locations[index.keys[0]].width
+    width, _ = index.shape(index.keys[0])
     return {"expert_width": width, "routed_bytes": routed, "rest_bytes": sum(sizes.values()) - routed}
