@@ -257,17 +257,18 @@ def corpus_stage(recipe: Recipe, console: Console, *, author: str, tokens: int, 
         model, tokenizer, section = dense.model, dense.tokenizer, recipe.target.corpus
     elif author == "target":
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoModelForCausalLM
 
         from moexp.learn.masked import training_implementation
         from moexp.target.spec import MoESpec
+        from moexp.target.tokenizer import load_tokenizer
 
         folder = artifacts.find_target(recipe)
         dtype = getattr(torch, recipe.target.dtype)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         spec = MoESpec.from_config(model.config)
         model.set_experts_implementation(training_implementation(spec.num_experts, spec.expert_width))
-        tokenizer, section = AutoTokenizer.from_pretrained(folder), recipe.draft.corpus
+        tokenizer, section = load_tokenizer(folder), recipe.draft.corpus
     else:
         raise MoexpError(f"unknown author {author!r}", where="--author", valid="dense, target")
     section = section.model_copy(update={"source": "write", "tokens": tokens})

@@ -215,7 +215,7 @@ def train_predictor(
     Raises:
         MoexpError: a trace of another vocabulary or of one sample only, a backbone that cannot be had.
     """
-    from transformers import AutoTokenizer
+    from ..target.tokenizer import load_tokenizer
 
     section, identity = recipe.predictor, trace.manifest.target
     work = out.with_name(out.name + ".work")
@@ -253,7 +253,7 @@ def train_predictor(
             hits_L = evaluate(kept, rows, lesson.held_R, batch=lesson.batch, dtype=lesson.dtype)
             metrics["levels"][name] = overlap(hits_L, metrics["tokens"], rows.geometry.top_k)
     details = {
-        "tokenizer": tokenizer_id(AutoTokenizer.from_pretrained(target)),
+        "tokenizer": tokenizer_id(load_tokenizer(target)),
         "metrics": metrics,
         "training": {
             "tokens": lesson.tokens(lesson.train_R),

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..atomic import write_text
 from ..data import load_texts
@@ -33,6 +33,7 @@ from ..schema import TraceSection
 from ..target.families import family_of
 from ..target.load import read_config, target_identity
 from ..target.spec import MoESpec
+from ..target.tokenizer import load_tokenizer
 from .corpus_files import corpus_rows, shipped_corpora
 from .masked import training_implementation
 from .routing_stats import ExpertLoad, UnionGrowth, expert_load, union_growth
@@ -128,7 +129,7 @@ def _write(
     section = recipe.trace
     with stage("Load the target", None):
         model = AutoModelForCausalLM.from_pretrained(target, dtype=getattr(torch, recipe.target.dtype)).eval()
-        tokenizer = AutoTokenizer.from_pretrained(target)
+        tokenizer = load_tokenizer(target)
     samples = limited(_samples(recipe, model, tokenizer, text, work), section.sequence_length, section.tokens)
     # After the corpus: what the model writes must not depend on how it is run here.
     spec = MoESpec.from_config(model.config)

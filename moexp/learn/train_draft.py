@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..progress import Advance, note_of, stage
 from ..recipe import Recipe
 from ..schema import DraftSection
 from ..target.draft_expert import DraftExperts, save_draft_experts
 from ..target.load import target_identity
+from ..target.tokenizer import load_tokenizer
 from .corpus_files import corpus_rows, load_rows, shipped_corpora
 from .distill import DistillSettings, Weights, distill, start_from_neurons, warm_up
 from .draft_path import DraftPath
@@ -46,7 +47,7 @@ def open_bench(recipe: Recipe, target: Path, work: Path) -> Bench:
     """Loads the target with its experts, and the corpora that the recipe's draft section names."""
     with stage("Load the target", None):
         model = AutoModelForCausalLM.from_pretrained(target, dtype=getattr(torch, recipe.target.dtype)).eval()
-        tokenizer = AutoTokenizer.from_pretrained(target)
+        tokenizer = load_tokenizer(target)
     section = recipe.draft.corpus
     authors = ("dense", "target") if section.author == "both" else (section.author,)
     if section.source == "write":

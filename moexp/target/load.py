@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from moexp.errors import MoexpError
@@ -26,6 +26,7 @@ from moexp.target.coding import SCALE, dequantise_fp8, fp8_block
 from moexp.target.experts import ExpertIndex, checkpoint_files, read_header
 from moexp.target.families import Family, family_of
 from moexp.target.spec import MoESpec
+from moexp.target.tokenizer import load_tokenizer
 
 SAMPLE_BYTES = 1 << 16
 PADDED_FROM = "moexp_padded_from"  # config key of a padded checkpoint: the fingerprint of its source
@@ -110,7 +111,7 @@ def load_target(folder: Path | str, *, dtype: torch.dtype | None = None, device:
         model=model,
         spec=spec,
         family=family,
-        tokenizer=AutoTokenizer.from_pretrained(folder, local_files_only=True),
+        tokenizer=load_tokenizer(folder),
         index=index,
         fingerprint=checkpoint_fingerprint(folder),
     )
@@ -125,7 +126,7 @@ def read_config(folder: Path) -> Any:
     if not (folder / "config.json").is_file():
         raise MoexpError("no config.json", where=str(folder), valid="a Hugging Face checkpoint folder")
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (ValueError, KeyError, OSError, TypeError) as error:
         raise MoexpError(f"unreadable config: {str(error).splitlines()[0]}", where=str(folder)) from error
 
