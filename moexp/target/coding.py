@@ -219,8 +219,12 @@ def dequantise_mxfp4(blocks_RGB: Tensor, scales_RG: Tensor, into: Tensor) -> Non
     for begin in range(0, rows, step):
         span = slice(begin, begin + step)
         values = pairs.take(blocks_RGB[span].long()).view(into.dtype)
-        powers = torch.ldexp(torch.ones(()), scales_RG[span].int() - 127).to(into.dtype)
+        powers = _POWERS.take(scales_RG[span].long()).to(into.dtype)
         into[span] = values.mul_(powers[..., None]).view(into[span].shape)
+
+
+_POWERS = torch.tensor([2.0 ** (scale - 127) for scale in range(255)] + [float("nan")])
+"""What a scale's byte stands for; the highest is no number."""
 
 
 def _fp4_pairs(dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ fewer routed experts agrees with the whole model on some tokens and not on other
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def build_tiny_target(
     expert_gain: float = 0.8,
     logit_gain: float = 4.0,
     max_shard_size: str = "50GB",
+    changes: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a random checkpoint with a byte-level tokenizer and a chat template.
 
@@ -56,6 +58,7 @@ def build_tiny_target(
         expert_gain: scale of the routed experts: the larger, the less a draft path without them agrees.
         logit_gain: standard deviation of the logits: the larger, the surer is the draft of its tokens.
         max_shard_size: as in `save_pretrained`, to get several shards.
+        changes: config values in the place of the family's own here.
 
     Returns:
         The folder.
@@ -65,9 +68,10 @@ def build_tiny_target(
     """
     folder = Path(folder)
     tokenizer = byte_tokenizer(vocab)
+    geometry = _geometry(model_type, hidden, layers, experts, top_k, shared, expert_width, first_dense)
     config = AutoConfig.for_model(
         model_type,
-        **_geometry(model_type, hidden, layers, experts, top_k, shared, expert_width, first_dense),
+        **(geometry | dict(changes or {})),
         vocab_size=vocab,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
