@@ -160,12 +160,13 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], shards: int = 3) -
     """In the place of a checkpoint's weights: `shards` files, cut anywhere, and their index."""
     for file in folder.glob("*.safetensors"):
         file.unlink()
-    names, placed = sorted(tensors), {}
+    names = sorted(tensors)
+    placed: dict[str, str] = {}
     for number in range(shards):
-        file = f"model-{number + 1:05}-of-{shards:05}.safetensors"
+        shard = f"model-{number + 1:05}-of-{shards:05}.safetensors"
         mine = names[number * len(names) // shards : (number + 1) * len(names) // shards]
-        save_file({name: tensors[name].contiguous() for name in mine}, folder / file, metadata={"format": "pt"})
-        placed |= dict.fromkeys(mine, file)
+        save_file({name: tensors[name].contiguous() for name in mine}, folder / shard, metadata={"format": "pt"})
+        placed |= dict.fromkeys(mine, shard)
     index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": placed}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 

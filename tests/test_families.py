@@ -21,7 +21,7 @@ from moexp.runtime.forward import VERIFY, Engine
 from moexp.runtime.method import Method
 from moexp.runtime.store import open_store
 from moexp.runtime.verify import Sampling
-from moexp.target.coding import dequantise_mxfp4
+from moexp.target.coding import dequantise_fp8, dequantise_mxfp4
 from moexp.target.draft_expert import DraftExperts
 from moexp.target.experts import ExpertIndex
 from moexp.target.families import FAMILIES
@@ -196,11 +196,30 @@ def test_every_fp4_value_and_scale(dtype):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(8, 1, 1)
-    scales = torch.tensor([4, 60, 100, 120, 126, 127, 128, 240], dtype=torch.uint8)[:, None].repeat(1, 16)
+    scales = torch.tensor([4, 60, 100, 120, 126, 127, 128, 250], dtype=torch.uint8)[:, None].repeat(1, 16)
     into = torch.empty(8, 512, dtype=dtype)
     dequantise_mxfp4(blocks, scales, into)
     expected = convert_moe_packed_tensors(blocks[None], scales[None], dtype=dtype)[0].t()
     assert torch.equal(into, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_fp8_value(dtype):
+    """All bytes but the two that are no numbers, each under a scale of its own block, to the bit."""
+    finite = [byte for byte in range(256) if byte & 127 != 127]
+    weight = torch.tensor(finite, dtype=torch.uint8).repeat(5, 2).view(torch.float8_e4m3fn)
+    scales = torch.rand(3, 4, generator=torch.Generator().manual_seed(0)) * 0.01
+    into = torch.empty(weight.shape, dtype=dtype)
+    dequantise_fp8(weight, scales, into, (2, 128))
+    each = scales.repeat_interleave(2, 0).repeat_interleave(128, 1)[:5, : weight.shape[1]]
+    assert torch.equal(into, (weight.float() * each).to(dtype))
+
+
+def test_an_fp8_weight_that_is_no_number_is_refused():
+    weight = torch.zeros(4, 4).to(torch.float8_e4m3fn)
+    weight[2, 1] = float("nan")
+    with pytest.raises(MoexpError, match="not a number"):
+        dequantise_fp8(weight, torch.ones(1, 1), torch.empty(4, 4), (128, 128))
 
 
 # --- what is refused ---

@@ -19,11 +19,12 @@ from moexp.learn.distill import DistillSettings, Weights, distill, start_from_ne
 from moexp.learn.draft_path import DraftPath, relative_error, router_distribution
 from moexp.learn.kd import logit_loss
 from moexp.learn.loop import Schedule
-from moexp.learn.masked import WIDEST, training_implementation
+from moexp.learn.masked import WIDEST, gated_matrices, training_implementation
 from moexp.learn.measure import measure_acceptance, measure_agreement
 from moexp.learn.train_draft import context_starts
 from moexp.runtime.decode import decode_all
 from moexp.runtime.forward import Engine
+from moexp.runtime.host import load_experts
 from moexp.runtime.method import Method
 from moexp.runtime.moe import StepPath
 from moexp.runtime.store import open_store
@@ -32,7 +33,7 @@ from moexp.target.draft_expert import DraftExperts
 from moexp.target.load import load_target
 from tests.tiny_models import random_rows, tiny_folder, whole_model
 
-FAMILIES = ("glm4_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+FAMILIES = ("glm4_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "mixtral", "olmoe")
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +117,7 @@ def test_equations_4_to_6_hold_in_every_layer(folders: dict[str, Path], family: 
     for layer in path.spec.moe_layers:
         path.model.model.layers[layer].mlp.register_forward_hook(
             lambda _m, args, out, layer=layer: seen.update(
-                {(path.mode, layer): (args[0].flatten(0, 1), out.flatten(0, 1))}
+                {(path.mode, layer): (args[0].flatten(0, 1), (out[0] if type(out) is tuple else out).flatten(0, 1))}
             )
         )
     with torch.no_grad():
@@ -142,6 +143,9 @@ def test_equations_4_to_6_hold_in_every_layer(folders: dict[str, Path], family: 
 
 
 def _expert(experts: Any, expert: int, x_H: Tensor) -> Tensor:
+    if hasattr(experts, "gate_up_proj_bias"):
+        gate_up_J = x_H @ experts.gate_up_proj[expert] + experts.gate_up_proj_bias[expert]
+        return experts._apply_gate(gate_up_J) @ experts.down_proj[expert] + experts.down_proj_bias[expert]
     gate_I, up_I = (experts.gate_up_proj[expert] @ x_H).chunk(2)
     return experts.down_proj[expert] @ (F.silu(gate_I) * up_I)
 
@@ -399,3 +403,16 @@ def test_held_out_blocks_start_where_a_row_has_text():
     assert context_starts(256) == [64, 88, 112, 136, 160, 184, 208, 232]
     assert context_starts(128) == [64, 88, 112]
     assert context_starts(32) == [16]
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "gpt_oss"])
+def test_gated_matrices_are_what_the_store_serves(folders: dict[str, Path], family: str):
+    """Draft experts start from an expert's neurons, however its family lays them out."""
+    target = load_target(folders[family], dtype=torch.float32)
+    served = load_experts(target.index, torch.float32)
+    whole = whole_model(folders[family])
+    for layer in target.spec.moe_layers:
+        gate_up_EJH, down_EHI = gated_matrices(whole.model.layers[layer].mlp.experts)
+        for expert in range(target.spec.num_experts):
+            assert torch.equal(gate_up_EJH[expert], served[layer, expert].gate_up)
+            assert torch.equal(down_EHI[expert], served[layer, expert].down)

@@ -23,6 +23,7 @@ from ..target.draft_expert import DraftExperts
 from .draft_path import DraftPath
 from .kd import logit_loss
 from .loop import Metrics, Schedule, batch_rows, train
+from .masked import gated_matrices
 from .optimizers import OptimizerName
 
 OnStep = Callable[[int, Metrics], None]
@@ -199,7 +200,7 @@ def start_from_neurons(path: DraftPath, experts: DraftExperts, rows_BL: Tensor) 
             handle.remove()
     for layer in experts.layers:
         block, hidden_TH = path.model.model.layers[layer].mlp, captured.pop(layer)
-        routed = getattr(block, path.family.experts)
+        gate_up_EJH, down_EHI = gated_matrices(getattr(block, path.family.experts))
         _, weight_Tk, index_Tk = getattr(block, path.family.router)(hidden_TH)
         weight_Tk, order_Tk = weight_Tk.sort(dim=-1, descending=True, stable=True)
         weight_Tk[:, 0] = 0.0  # the top-1 expert is already there
@@ -207,20 +208,18 @@ def start_from_neurons(path: DraftPath, experts: DraftExperts, rows_BL: Tensor) 
         gates_TE = torch.zeros(len(hidden_TH), path.spec.num_experts).scatter(1, index_Tk, weight_Tk.float())
         energy_EI, factor_EI = [], []
         for expert in range(path.spec.num_experts):
-            gate_TI, up_TI = F.linear(hidden_TH, routed.gate_up_proj[expert]).float().chunk(2, dim=-1)
+            gate_TI, up_TI = F.linear(hidden_TH, gate_up_EJH[expert]).float().chunk(2, dim=-1)
             square_TI = (F.silu(gate_TI) * up_TI).square()
             gated_I = gates_TE[:, expert] @ square_TI
             factor_EI.append(gated_I / square_TI.sum(0).clamp_min(1e-12))
-            energy_EI.append(
-                gates_TE[:, expert].square() @ square_TI * routed.down_proj[expert].float().square().sum(0)
-            )
+            energy_EI.append(gates_TE[:, expert].square() @ square_TI * down_EHI[expert].float().square().sum(0))
         best_W = torch.stack(energy_EI).flatten().argsort(descending=True, stable=True)[: experts.width]
-        gate_up_E2IH = routed.gate_up_proj.unflatten(1, (2, -1))
+        gate_up_E2IH = gate_up_EJH.unflatten(1, (2, -1))
         made: Any = experts.experts[str(layer)]
         count = len(best_W)
         made.gate_up[:count] = gate_up_E2IH[:, 0].flatten(0, 1)[best_W].float()
         made.gate_up[experts.width : experts.width + count] = gate_up_E2IH[:, 1].flatten(0, 1)[best_W].float()
-        down_NH = routed.down_proj.transpose(1, 2).flatten(0, 1)[best_W].float()
+        down_NH = down_EHI.transpose(1, 2).flatten(0, 1)[best_W].float()
         made.down[:, :count] = (down_NH * torch.stack(factor_EI).flatten()[best_W][:, None]).T
 
 

@@ -119,14 +119,18 @@ class DraftPath:
         finally:
             self.mode, self.losses = "target", None
 
-    def _block_forward(self, layer: int, block: nn.Module) -> Callable[[Tensor], Tensor]:
+    def _block_forward(self, layer: int, block: nn.Module) -> Callable[[Tensor], Tensor | tuple[Tensor, Tensor]]:
         """What replaces the forward of a MoE block."""
         router = getattr(block, self.family.router)
         routed = getattr(block, self.family.experts)
         shared = getattr(block, self.family.shared) if self.family.shared else None
         few = _as_the_target if self.same_kernels else ALL_EXPERTS_FUNCTIONS["grouped_mm"]
 
-        def forward(hidden: Tensor) -> Tensor:
+        def forward(hidden: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+            output, scores = both(hidden)
+            return (output, scores) if self.family.mlp_returns_scores else output
+
+        def both(hidden: Tensor) -> tuple[Tensor, Tensor]:
             hidden_TH = hidden.reshape(-1, hidden.shape[-1])
             logits_TE, weight_Tk, index_Tk = router(hidden_TH)
             weight_Tk, order_Tk = weight_Tk.sort(dim=-1, descending=True, stable=True)
@@ -142,7 +146,7 @@ class DraftPath:
                     self.teacher[layer] = LayerTeacher(logits_TE, residual_TH)
                     if self.warming is not None and residual_TH is not None:
                         self._warm_up(self.warming, layer, hidden_TH, residual_TH)
-                return (base_TH + routed_TH).view_as(hidden)
+                return (base_TH + routed_TH).view_as(hidden), weight_Tk
             r = self.top_r
             routed_TH = few(routed, hidden_TH, index_Tk[:, :r].contiguous(), weight_Tk[:, :r].contiguous())
             output_TH = base_TH + routed_TH.to(base_TH.dtype)
@@ -153,7 +157,7 @@ class DraftPath:
                 output_TH = output_TH + made_TH
                 if self.losses is not None:
                     self._add_losses(self.losses, layer, made_TH, logits_TE)
-            return output_TH.view_as(hidden)
+            return output_TH.view_as(hidden), weight_Tk
 
         return forward
 

@@ -21,7 +21,12 @@ WIDEST = 4096  # neurons (E x I) up to which dense is the faster choice
 
 
 def masked_dense_forward(experts: Any, hidden_TH: Tensor, index_Tk: Tensor, weight_Tk: Tensor) -> Tensor:
-    """The routed output [T, H] of a fused SwiGLU experts module (gate_up_proj [E, 2I, H], down_proj [E, H, I])."""
+    """The routed output [T, H] of a fused SwiGLU experts module (gate_up_proj [E, 2I, H], down_proj [E, H, I]); of one
+    with another layout (GPT-OSS), what transformers' grouped implementation gives.
+    """
+    if experts.is_transposed:
+        output_TH: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden_TH, index_Tk, weight_Tk)
+        return output_TH
     gate_up_EJH, down_EHI = experts.gate_up_proj, experts.down_proj
     num_experts, _, hidden = gate_up_EJH.shape
     both_TEJ = F.linear(hidden_TH, gate_up_EJH.flatten(0, 1)).unflatten(1, (num_experts, -1))
@@ -30,6 +35,14 @@ def masked_dense_forward(experts: Any, hidden_TH: Tensor, index_Tk: Tensor, weig
     gates_TE = gates_TE.scatter(1, index_Tk, weight_Tk.to(both_TEJ.dtype))
     active_TEI = F.silu(gate_TEI) * up_TEI * gates_TE.unsqueeze(-1)
     return F.linear(active_TEI.flatten(1), down_EHI.permute(1, 0, 2).reshape(hidden, -1))
+
+
+def gated_matrices(experts: Any) -> tuple[Tensor, Tensor]:
+    """gate_up [E, 2I, H], gate rows first, and down [E, H, I] of an experts module in any layout; biases left out."""
+    if not experts.is_transposed:
+        return experts.gate_up_proj, experts.down_proj
+    gate_up_EJH = experts.gate_up_proj.transpose(1, 2)  # gate and up rows in turn
+    return torch.cat([gate_up_EJH[:, ::2], gate_up_EJH[:, 1::2]], dim=1), experts.down_proj.transpose(1, 2)
 
 
 def training_implementation(num_experts: int, expert_width: int) -> str:
