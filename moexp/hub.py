@@ -74,7 +74,7 @@ def _offline_if_unreachable() -> Iterator[None]:
     from huggingface_hub import constants
 
     saved = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
-    if not any(saved) and not _reachable(constants.ENDPOINT):
+    if not any(saved) and not reachable(constants.ENDPOINT):
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     try:
         yield
@@ -82,7 +82,8 @@ def _offline_if_unreachable() -> Iterator[None]:
         constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = saved
 
 
-def _reachable(endpoint: str) -> bool:
+def reachable(endpoint: str) -> bool:
+    """Whether the hub at this address takes a connection, asked once and for five seconds at most."""
     if urllib.request.getproxies():
         return True  # a direct connection would prove nothing
     url = urlsplit(endpoint)
