@@ -311,6 +311,33 @@ def test_precisions_count_their_scales():
         find_geometry("gpt-2")
 
 
+@pytest.mark.parametrize(
+    ("name", "published_bytes"),
+    [
+        (DS, 31_412_968_448),
+        ("Qwen3-235B-A22B", 470_187_269_120),
+        ("GPT-OSS-120B", 65_248_815_744),
+        ("DeepSeek-V3.1", 688_586_727_753),  # 685 billion weights: 671 and those for multi-token prediction
+        ("OLMoE-1B-7B", 13_838_323_712),
+        ("Qwen3-30B-A3B", 61_064_245_248),
+        ("GPT-OSS-20B", 13_761_264_768),
+        ("Mixtral-8x7B", 93_405_585_408),
+    ],
+)
+def test_checkpoints_weigh_what_their_shard_index_says(name: str, published_bytes: int):
+    assert find_geometry(name).checkpoint_bytes() == pytest.approx(published_bytes, rel=1e-4)
+
+
+def test_each_repository_belongs_to_one_shape():
+    ids = [hub_id for geometry in GEOMETRIES.values() for hub_id in geometry.hub_ids]
+    assert len(ids) == len(set(ids)) and all(geometry.hub_ids for geometry in GEOMETRIES.values())
+
+
+def test_latent_attention_caches_its_latents():
+    assert find_geometry(DS).kv_bytes(1) == 27 * (512 + 64) * 2
+    assert find_geometry("Qwen3-30B-A3B").kv_bytes(1000) == 1000 * 48 * 2 * 4 * 128 * 2
+
+
 def test_a_built_targets_geometry_comes_from_its_spec():
     spec = MoESpec("glm4_moe", 64, 4, (1, 2, 3), 16, 4, 1, 32, 256, 4096, 4, 2)
     geometry = Geometry.from_spec(spec, precision="fp32")

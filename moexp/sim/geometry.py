@@ -7,7 +7,7 @@ here: geometries of models that no machine at hand can hold are pure arithmetic 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from moexp.errors import MoexpError
 from moexp.sim.traffic import TrafficModel
@@ -57,6 +57,9 @@ class Geometry:
         dense_width: inner width of the FFN of a layer without experts (0: there is no such layer).
         vocab: rows of the head, and of the embedding.
         expert_bias_params: biases of one routed expert, kept in bf16.
+        kv_width: values that one layer caches of a token, as transformers caches them (0: not known).
+        mtp_layers: MoE layers for multi-token prediction that the checkpoint holds besides; decoding reads none.
+        hub_ids: repositories with these weights' shapes.
         precision: format that the published checkpoint keeps routed experts in.
         resident_precision: its format of attention, shared experts and dense FFNs.
         source: where these values come from.
@@ -77,6 +80,9 @@ class Geometry:
     expert_bias_params: int = 0
     precision: str = "bf16"
     resident_precision: str = "bf16"
+    kv_width: int = 0
+    mtp_layers: int = 0
+    hub_ids: tuple[str, ...] = ()
 
     @property
     def dense_layers(self) -> int:
@@ -139,6 +145,22 @@ class Geometry:
         """Weights of all routed experts."""
         return self.layer_experts * self.expert_params
 
+    @property
+    def loaded_params(self) -> int:
+        """Weights of a loaded target: all but the routed experts, the embedding with them."""
+        return self.resident_params + self.head_params
+
+    @property
+    def mtp_params(self) -> int:
+        """Weights of the layers for multi-token prediction: each has an embedding, a head and a projection of its own."""
+        layer = self.attention_params + self.shared_params + self.router_params + self.experts * self.expert_params
+        return self.mtp_layers * (layer + 2 * self.hidden**2 + 2 * self.head_params)
+
+    @property
+    def checkpoint_params(self) -> int:
+        """Weights of the published checkpoint."""
+        return self.routed_params + self.loaded_params + self.mtp_params
+
     def expert_bytes(self, precision: str | None = None) -> int:
         """Bytes of one routed expert at a precision, by default the checkpoint's own."""
         weights = self.expert_params * bytes_per_weight(precision or self.precision)
@@ -154,6 +176,20 @@ class Geometry:
         others = self.resident_params - self.body_params
         return round(self.body_params * body + others * max(body, bytes_per_weight(UNQUANTISED)))
 
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the published checkpoint's weights."""
+        wide = bytes_per_weight(UNQUANTISED)
+        mtp_wide = self.mtp_layers * (self.router_params + 2 * self.hidden**2 + 2 * self.head_params)
+        mtp_experts = self.mtp_layers * self.experts
+        mtp_body = self.mtp_layers * (self.attention_params + self.shared_params)
+        pool = (self.layer_experts + mtp_experts) * self.expert_bytes()
+        others = (self.head_params + mtp_wide) * wide + mtp_body * bytes_per_weight(self.resident_precision)
+        return round(pool + self.resident_bytes() + others)
+
+    def kv_bytes(self, tokens: int, bytes_per_value: float = 2.0) -> int:
+        """Bytes of the keys and values of so many tokens in all layers."""
+        return round(tokens * self.layers * self.kv_width * bytes_per_value)
+
     def traffic(self, precision: str | None = None, resident: str | None = None) -> TrafficModel:
         """What a step reads from the number of experts that it touches (EcoSpec, Table 2)."""
         return TrafficModel(self.moe_layers, self.expert_bytes(precision), self.resident_bytes(resident))
@@ -166,6 +202,7 @@ class Geometry:
         name: str | None = None,
         attention_params: int | None = None,
         dense_width: int | None = None,
+        kv_width: int | None = None,
         precision: str = "bf16",
     ) -> Geometry:
         """The geometry of a built target.
@@ -176,10 +213,11 @@ class Geometry:
             attention_params: of one layer. By default those of grouped-query attention whose heads together are as
                 wide as the residual stream, which holds for carved targets.
             dense_width: of a layer without experts. By default what a token uses in a MoE layer.
+            kv_width: of one layer; by default that of the attention above.
             precision: of all weights.
         """
+        head_width = spec.hidden_size // spec.num_heads
         if attention_params is None:
-            head_width = spec.hidden_size // spec.num_heads
             attention_params = grouped_attention(spec.hidden_size, spec.num_heads, spec.num_kv_heads, head_width)
         if dense_width is None:
             dense_width = (spec.num_shared + spec.top_k) * spec.expert_width
@@ -197,6 +235,7 @@ class Geometry:
             vocab=spec.vocab_size,
             precision=precision,
             resident_precision=precision,
+            kv_width=2 * spec.num_kv_heads * head_width if kv_width is None else kv_width,
             source=f"config of a built {spec.model_type} target",
         )
 
@@ -221,37 +260,71 @@ def latent_attention(
     return query + key_value + heads * value * hidden
 
 
-_HUB = "config.json of {} on huggingface.co"
+def _published(name: str, *hub_ids: str, **shape: Any) -> Geometry:
+    """A model whose shape the config of its first repository gives."""
+    return Geometry(name=name, hub_ids=hub_ids, source=f"config.json of {hub_ids[0]} on huggingface.co", **shape)
+
+
 _SMALL_LATENT = latent_attention(2048, 16, q_rank=None, kv_rank=512, plain=128, rotary=64, value=128)
+_LATENT_KV = 512 + 64  # the compressed keys and values, and the rotary part of the keys
 
 GEOMETRIES: dict[str, Geometry] = {
     geometry.name: geometry
     for geometry in (
-        Geometry(
-            name="DeepSeek-V2-Lite", layers=27, moe_layers=26, hidden=2048, experts=64, top_k=6, shared_experts=2,
-            expert_width=1408, attention_params=_SMALL_LATENT, dense_width=10_944, vocab=102_400,
-            source=_HUB.format("deepseek-ai/DeepSeek-V2-Lite"),
+        _published(
+            "DeepSeek-V2-Lite", "deepseek-ai/DeepSeek-V2-Lite", "deepseek-ai/DeepSeek-V2-Lite-Chat",
+            "deepseek-ai/DeepSeek-Coder-V2-Lite-Base", "deepseek-ai/DeepSeek-Coder-V2-Lite-Instruct",
+            layers=27, moe_layers=26, hidden=2048, experts=64, top_k=6, shared_experts=2, expert_width=1408,
+            attention_params=_SMALL_LATENT, dense_width=10_944, vocab=102_400, kv_width=_LATENT_KV,
         ),
-        Geometry(
-            name="Moonlight-16B-A3B", layers=27, moe_layers=26, hidden=2048, experts=64, top_k=6, shared_experts=2,
-            expert_width=1408, attention_params=_SMALL_LATENT, dense_width=11_264, vocab=163_840,
-            source=_HUB.format("moonshotai/Moonlight-16B-A3B"),
+        _published(
+            "Moonlight-16B-A3B", "moonshotai/Moonlight-16B-A3B", "moonshotai/Moonlight-16B-A3B-Instruct",
+            layers=27, moe_layers=26, hidden=2048, experts=64, top_k=6, shared_experts=2, expert_width=1408,
+            attention_params=_SMALL_LATENT, dense_width=11_264, vocab=163_840, kv_width=_LATENT_KV,
         ),
-        Geometry(
-            name="Qwen3-235B-A22B", layers=94, moe_layers=94, hidden=4096, experts=128, top_k=8, shared_experts=0,
-            expert_width=1536, attention_params=grouped_attention(4096, 64, 4, 128), dense_width=0, vocab=151_936,
-            source=_HUB.format("Qwen/Qwen3-235B-A22B"),
+        _published(
+            "Qwen3-235B-A22B", "Qwen/Qwen3-235B-A22B", "Qwen/Qwen3-235B-A22B-Instruct-2507",
+            "Qwen/Qwen3-235B-A22B-Thinking-2507",
+            layers=94, moe_layers=94, hidden=4096, experts=128, top_k=8, shared_experts=0, expert_width=1536,
+            attention_params=grouped_attention(4096, 64, 4, 128), dense_width=0, vocab=151_936, kv_width=2 * 4 * 128,
         ),
-        Geometry(
-            name="GPT-OSS-120B", layers=36, moe_layers=36, hidden=2880, experts=128, top_k=4, shared_experts=0,
-            expert_width=2880, attention_params=grouped_attention(2880, 64, 8, 64), dense_width=0, vocab=201_088,
-            expert_bias_params=3 * 2880, precision="mxfp4", source=_HUB.format("openai/gpt-oss-120b"),
+        _published(
+            "GPT-OSS-120B", "openai/gpt-oss-120b",
+            layers=36, moe_layers=36, hidden=2880, experts=128, top_k=4, shared_experts=0, expert_width=2880,
+            attention_params=grouped_attention(2880, 64, 8, 64), dense_width=0, vocab=201_088, kv_width=2 * 8 * 64,
+            expert_bias_params=3 * 2880, precision="mxfp4",
         ),
-        Geometry(
-            name="DeepSeek-V3.1", layers=61, moe_layers=58, hidden=7168, experts=256, top_k=8, shared_experts=1,
-            expert_width=2048, dense_width=18_432, vocab=129_280, precision="fp8", resident_precision="fp8",
+        _published(
+            "DeepSeek-V3.1", "deepseek-ai/DeepSeek-V3.1", "deepseek-ai/DeepSeek-V3.1-Base",
+            "deepseek-ai/DeepSeek-V3.1-Terminus", "deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-V3-Base",
+            "deepseek-ai/DeepSeek-V3-0324", "deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-R1-0528",
+            layers=61, moe_layers=58, hidden=7168, experts=256, top_k=8, shared_experts=1, expert_width=2048,
             attention_params=latent_attention(7168, 128, q_rank=1536, kv_rank=512, plain=128, rotary=64, value=128),
-            source=_HUB.format("deepseek-ai/DeepSeek-V3.1"),
+            dense_width=18_432, vocab=129_280, kv_width=_LATENT_KV, mtp_layers=1,
+            precision="fp8", resident_precision="fp8",
+        ),
+        _published(
+            "OLMoE-1B-7B", "allenai/OLMoE-1B-7B-0924", "allenai/OLMoE-1B-7B-0924-SFT",
+            "allenai/OLMoE-1B-7B-0924-Instruct", "allenai/OLMoE-1B-7B-0125", "allenai/OLMoE-1B-7B-0125-Instruct",
+            layers=16, moe_layers=16, hidden=2048, experts=64, top_k=8, shared_experts=0, expert_width=1024,
+            attention_params=grouped_attention(2048, 16, 16, 128), dense_width=0, vocab=50_304, kv_width=2 * 16 * 128,
+        ),
+        _published(
+            "Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-30B-A3B-Base", "Qwen/Qwen3-30B-A3B-Instruct-2507",
+            "Qwen/Qwen3-30B-A3B-Thinking-2507", "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+            layers=48, moe_layers=48, hidden=2048, experts=128, top_k=8, shared_experts=0, expert_width=768,
+            attention_params=grouped_attention(2048, 32, 4, 128), dense_width=0, vocab=151_936, kv_width=2 * 4 * 128,
+        ),
+        _published(
+            "GPT-OSS-20B", "openai/gpt-oss-20b",
+            layers=24, moe_layers=24, hidden=2880, experts=32, top_k=4, shared_experts=0, expert_width=2880,
+            attention_params=grouped_attention(2880, 64, 8, 64), dense_width=0, vocab=201_088, kv_width=2 * 8 * 64,
+            expert_bias_params=3 * 2880, precision="mxfp4",
+        ),
+        _published(
+            "Mixtral-8x7B", "mistralai/Mixtral-8x7B-v0.1", "mistralai/Mixtral-8x7B-Instruct-v0.1",
+            layers=32, moe_layers=32, hidden=4096, experts=8, top_k=2, shared_experts=0, expert_width=14_336,
+            attention_params=grouped_attention(4096, 32, 8, 128), dense_width=0, vocab=32_000, kv_width=2 * 8 * 128,
         ),
     )
 }  # fmt: skip
