@@ -383,3 +383,6 @@ def _say_files(files: list[Path], *, show: bool) -> None:
 def main() -> None:
     """The console script."""
     app()
+
+
+import moexp.cli_plan  # noqa: E402, F401 (registers its command on the app above)

@@ -51,6 +51,7 @@ FLAGS = {
     },
     "report": {"--recipe", "-r", "--paper", "--set", "-s", "--out", "-o"},
     "audit": {"--recipe", "-r", "--set", "-s", "--out", "-o"},
+    "plan": {"--recipe", "-r", "--platform", "-p", "--set", "-s"},
 }
 
 

@@ -333,8 +333,8 @@ def test_each_repository_belongs_to_one_shape():
     assert len(ids) == len(set(ids)) and all(geometry.hub_ids for geometry in GEOMETRIES.values())
 
 
-def test_latent_attention_caches_its_latents():
-    assert find_geometry(DS).kv_bytes(1) == 27 * (512 + 64) * 2
+def test_a_tokens_keys_and_values():
+    assert find_geometry(DS).kv_bytes(1) == 27 * 2 * 16 * (128 + 64) * 2  # expanded latents
     assert find_geometry("Qwen3-30B-A3B").kv_bytes(1000) == 1000 * 48 * 2 * 4 * 128 * 2
 
 

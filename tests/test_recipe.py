@@ -15,11 +15,14 @@ from moexp.errors import MoexpError
 from moexp.recipe import Recipe, find_recipe, list_recipes, load_recipe, nearest_key, valid_keys
 from moexp.yamlio import dump_yaml, parse_yaml
 
-SHIPPED = [
-    "ds-v2-lite", "moonlight", "pocket", "pocket-deepseek-v3", "pocket-eagle3", "pocket-gpt-oss", "pocket-gto",
-    "pocket-long", "pocket-mtp", "pocket-quick", "pocket-qwen3", "pocket-repair", "tiny", "workloads-draftexpert",
-    "workloads-ecospec",
+HUB = [
+    "deepseek-v3.1", "ds-v2-lite", "gpt-oss-120b", "gpt-oss-20b", "mixtral-8x7b", "moonlight-16b-a3b", "olmoe-1b-7b",
+    "qwen3-235b-a22b", "qwen3-30b-a3b",
 ]  # fmt: skip
+SHIPPED = sorted([
+    *HUB, "pocket", "pocket-deepseek-v3", "pocket-eagle3", "pocket-gpt-oss", "pocket-gto", "pocket-long", "pocket-mtp",
+    "pocket-quick", "pocket-qwen3", "pocket-repair", "tiny", "workloads-draftexpert", "workloads-ecospec",
+])  # fmt: skip
 
 ON_BENCHMARKS = ("workloads-draftexpert", "workloads-ecospec")
 

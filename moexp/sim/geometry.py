@@ -57,7 +57,8 @@ class Geometry:
         dense_width: inner width of the FFN of a layer without experts (0: there is no such layer).
         vocab: rows of the head, and of the embedding.
         expert_bias_params: biases of one routed expert, kept in bf16.
-        kv_width: values that one layer caches of a token, as transformers caches them (0: not known).
+        kv_width: values that one layer caches of a token in this runtime, which caches latent attention's keys and values
+            expanded, and both as wide as its keys (0: not known).
         mtp_layers: MoE layers for multi-token prediction that the checkpoint holds besides; decoding reads none.
         hub_ids: repositories with these weights' shapes.
         precision: format that the published checkpoint keeps routed experts in.
@@ -152,7 +153,7 @@ class Geometry:
 
     @property
     def mtp_params(self) -> int:
-        """Weights of the layers for multi-token prediction: each has an embedding, a head and a projection of its own."""
+        """Weights of the layers for multi-token prediction, each with its own embedding, head and projection."""
         layer = self.attention_params + self.shared_params + self.router_params + self.experts * self.expert_params
         return self.mtp_layers * (layer + 2 * self.hidden**2 + 2 * self.head_params)
 
@@ -266,7 +267,7 @@ def _published(name: str, *hub_ids: str, **shape: Any) -> Geometry:
 
 
 _SMALL_LATENT = latent_attention(2048, 16, q_rank=None, kv_rank=512, plain=128, rotary=64, value=128)
-_LATENT_KV = 512 + 64  # the compressed keys and values, and the rotary part of the keys
+_SMALL_KV = 2 * 16 * (128 + 64)
 
 GEOMETRIES: dict[str, Geometry] = {
     geometry.name: geometry
@@ -275,12 +276,12 @@ GEOMETRIES: dict[str, Geometry] = {
             "DeepSeek-V2-Lite", "deepseek-ai/DeepSeek-V2-Lite", "deepseek-ai/DeepSeek-V2-Lite-Chat",
             "deepseek-ai/DeepSeek-Coder-V2-Lite-Base", "deepseek-ai/DeepSeek-Coder-V2-Lite-Instruct",
             layers=27, moe_layers=26, hidden=2048, experts=64, top_k=6, shared_experts=2, expert_width=1408,
-            attention_params=_SMALL_LATENT, dense_width=10_944, vocab=102_400, kv_width=_LATENT_KV,
+            attention_params=_SMALL_LATENT, dense_width=10_944, vocab=102_400, kv_width=_SMALL_KV,
         ),
         _published(
             "Moonlight-16B-A3B", "moonshotai/Moonlight-16B-A3B", "moonshotai/Moonlight-16B-A3B-Instruct",
             layers=27, moe_layers=26, hidden=2048, experts=64, top_k=6, shared_experts=2, expert_width=1408,
-            attention_params=_SMALL_LATENT, dense_width=11_264, vocab=163_840, kv_width=_LATENT_KV,
+            attention_params=_SMALL_LATENT, dense_width=11_264, vocab=163_840, kv_width=_SMALL_KV,
         ),
         _published(
             "Qwen3-235B-A22B", "Qwen/Qwen3-235B-A22B", "Qwen/Qwen3-235B-A22B-Instruct-2507",
@@ -300,7 +301,7 @@ GEOMETRIES: dict[str, Geometry] = {
             "deepseek-ai/DeepSeek-V3-0324", "deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-R1-0528",
             layers=61, moe_layers=58, hidden=7168, experts=256, top_k=8, shared_experts=1, expert_width=2048,
             attention_params=latent_attention(7168, 128, q_rank=1536, kv_rank=512, plain=128, rotary=64, value=128),
-            dense_width=18_432, vocab=129_280, kv_width=_LATENT_KV, mtp_layers=1,
+            dense_width=18_432, vocab=129_280, kv_width=2 * 128 * (128 + 64), mtp_layers=1,
             precision="fp8", resident_precision="fp8",
         ),
         _published(
