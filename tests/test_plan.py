@@ -103,7 +103,8 @@ def test_sizes_are_those_of_a_checkpoint_and_of_what_decoding_holds(tiny_folder:
         stored = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
     assert geometry.checkpoint_params == pytest.approx(stored, rel=0.03)  # norms are left out
     target = load_target(folder, dtype=torch.float32)
-    assert sizes.stored == sizes.held == sizes.slot == sizes.moved == target.index.expert_bytes
+    assert sizes.stored == sizes.held == sizes.moved == target.index.expert_bytes * 4 // target.index.dtype.itemsize
+    assert sizes.slot == sizes.stored * (2 if geometry.expert_bias_params else 1)
     assert geometry.layer_experts == len(target.index.keys)
     held = sum(tensor.nbytes for tensor in target.model.state_dict().values() if not tensor.is_meta)
     assert sizes.loaded == pytest.approx(held, rel=0.05)

@@ -36,7 +36,8 @@ class Sizes:
         stored: one of them.
         held: one in the type that is computed in: host memory and slots hold experts decoded.
         moved: one as the recipe's store brings it in.
-        slot: room that one takes where it is computed; from disk, a quantised one is read beside its decoded self.
+        slot: room that one takes where it is computed; from disk, one that has to be decoded is read beside
+            its decoded self.
         loaded: everything else, in the type that is computed in.
         draft: all draft experts, in that type.
         kv: keys and values of `KV_TOKENS` tokens.
@@ -62,12 +63,13 @@ def sizes_of(shape: Shape, recipe: Recipe) -> Sizes:
     geometry, each = shape.geometry, DTYPE_BYTES[recipe.target.dtype]
     stored, held = geometry.expert_bytes(), (geometry.expert_params + geometry.expert_bias_params) * each
     disk = recipe.store.kind == "disk"
+    coded = stored != held or geometry.expert_bias_params > 0
     return Sizes(
         routed=geometry.pool_bytes(),
         stored=stored,
         held=held,
         moved=stored if disk else held,
-        slot=held + stored if disk and stored != held else held,
+        slot=held + stored if disk and coded else held,
         loaded=geometry.loaded_params * each,
         draft=draft_params(shape, recipe) * each,
         kv=geometry.kv_bytes(KV_TOKENS, each),

@@ -64,6 +64,7 @@ def folder_shape(folder: Path, name: str) -> Shape:
     Raises:
         MoexpError: no config, or a family that is not supported.
     """
+    from moexp.target.families import family_of
     from moexp.target.load import read_config
     from moexp.target.spec import MoESpec
 
@@ -79,7 +80,10 @@ def folder_shape(folder: Path, name: str) -> Shape:
         kv_width=kv_width,
         precision=experts,
     )
-    geometry = replace(geometry, resident_precision=resident, source=f"config.json of {folder}")
+    interleaved = getattr(family_of(config.model_type), "layout", "") == "interleaved"  # these experts have biases
+    biases = 2 * spec.expert_width + spec.hidden_size if interleaved else 0
+    source = f"config.json of {folder}"
+    geometry = replace(geometry, resident_precision=resident, expert_bias_params=biases, source=source)
     shards = list(folder.glob("*.safetensors"))
     size = sum(shard.stat().st_size for shard in shards) if shards else geometry.checkpoint_bytes()
     return Shape(geometry, str(folder), size, bool(shards))

@@ -56,9 +56,9 @@ class Geometry:
         attention_params: weights of one layer's attention.
         dense_width: inner width of the FFN of a layer without experts (0: there is no such layer).
         vocab: rows of the head, and of the embedding.
-        expert_bias_params: biases of one routed expert, kept in bf16.
-        kv_width: values that one layer caches of a token in this runtime, which caches latent attention's keys and values
-            expanded, and both as wide as its keys (0: not known).
+        expert_bias_params: biases of one routed expert, kept in bf16 or wider.
+        kv_width: values that one layer caches of a token here: latent attention's keys and values are cached expanded,
+            both as wide as the keys (0: not known).
         mtp_layers: MoE layers for multi-token prediction that the checkpoint holds besides; decoding reads none.
         hub_ids: repositories with these weights' shapes.
         precision: format that the published checkpoint keeps routed experts in.
@@ -164,8 +164,9 @@ class Geometry:
 
     def expert_bytes(self, precision: str | None = None) -> int:
         """Bytes of one routed expert at a precision, by default the checkpoint's own."""
-        weights = self.expert_params * bytes_per_weight(precision or self.precision)
-        return round(weights + self.expert_bias_params * bytes_per_weight(UNQUANTISED))
+        each = bytes_per_weight(precision or self.precision)
+        biases = self.expert_bias_params * max(each, bytes_per_weight(UNQUANTISED))
+        return round(self.expert_params * each + biases)
 
     def pool_bytes(self, precision: str | None = None) -> int:
         """Bytes of all routed experts."""
