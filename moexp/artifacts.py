@@ -128,12 +128,12 @@ def open_draft_experts(recipe: Recipe, target: Target) -> DraftExperts:
         MoexpError: not trained yet, or trained for another target.
     """
     from moexp.target.draft_expert import HEADER, load_draft_experts
-    from moexp.target.load import target_identity
+    from moexp.target.load import drafters_identity
 
     folder = draft_folder(recipe)
     command = f"moexp train-draft-expert --recipe {recipe.name}"
     _demand((folder / HEADER).exists(), "the draft experts are not trained", folder, command)
-    return load_draft_experts(folder, target_identity(target.folder), dtype=target.dtype).to(target.device)
+    return load_draft_experts(folder, drafters_identity(target.folder), dtype=target.dtype).to(target.device)
 
 
 def open_predictor(recipe: Recipe, target: Target, level: str | None = None) -> RoutingPredictor:
@@ -146,13 +146,13 @@ def open_predictor(recipe: Recipe, target: Target, level: str | None = None) -> 
         MoexpError: not trained yet, never at that level, or trained for another target.
     """
     from moexp.learn.predictor_files import HEADER, load_predictor
-    from moexp.target.load import target_identity
+    from moexp.target.load import drafters_identity
 
     folder = predictor_folder(recipe)
     command = f"moexp train-predictor --recipe {recipe.name}"
     _demand((folder / HEADER).exists(), "the expert predictor is not trained", folder, command)
     embedding: Any = target.model.get_input_embeddings()
-    identity = target_identity(target.folder)
+    identity = drafters_identity(target.folder)
     loaded = load_predictor(folder / (level or ""), identity, embedding.weight, dtype=target.dtype)
     return loaded.to(target.device)
 
@@ -164,12 +164,12 @@ def open_draft_head(recipe: Recipe, target: Target) -> DraftHead:
         MoexpError: not trained yet, or trained for another target.
     """
     from moexp.target.eagle_files import load_eagle_head
-    from moexp.target.load import target_identity
+    from moexp.target.load import drafters_identity
     from moexp.target.mtp_files import load_mtp_head
 
     folder = head_folder(recipe)
     _demand(folder.exists(), "the draft head is not trained", folder, f"moexp train-drafter --recipe {recipe.name}")
-    identity = target_identity(target.folder)
+    identity = drafters_identity(target.folder)
     if recipe.head.kind == "mtp":
         return load_mtp_head(folder, target.model, identity, dtype=target.dtype).to(target.device)
     embedding = target.model.get_input_embeddings()
@@ -186,7 +186,7 @@ def opened_store(target: Target, section: StoreSection) -> Iterator[ExpertStore]
     from moexp.runtime.cache import STATIC_HOT
     from moexp.runtime.pacing import Pacer
     from moexp.runtime.store import open_store
-    from moexp.target.load import target_identity
+    from moexp.target.load import drafters_identity
 
     pace = section.pace
     pacer = None if pace is None else Pacer(pace.bandwidth_gb_s * 1e9, pace.latency_us * 1e-6, pace.concurrency)
@@ -194,7 +194,7 @@ def opened_store(target: Target, section: StoreSection) -> Iterator[ExpertStore]
         target.index,
         section.kind,
         policy=section.policy,
-        demands=traced_demands(target_identity(target.folder)) if section.policy == STATIC_HOT else None,
+        demands=traced_demands(drafters_identity(target.folder)) if section.policy == STATIC_HOT else None,
         budget_bytes=None if section.budget_mib is None else int(section.budget_mib * 2**20),
         io_threads=section.io_threads,
         pacer=pacer,

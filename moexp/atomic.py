@@ -77,10 +77,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         temp.mkdir()
         try:
             yield temp
-            for folder, _, files in os.walk(temp):
-                for name in files:
-                    _sync_file(Path(folder, name))
-                _sync_folder(Path(folder))
+            _sync_tree(temp)
             if path.exists():
                 os.rename(path, _aside(path))
             os.rename(temp, path)
@@ -90,6 +87,14 @@ def new_folder(path: Path) -> Iterator[Path]:
             raise
         _sync_folder(path.parent)
         shutil.rmtree(_aside(path), ignore_errors=True)
+
+
+def publish_folder(work: Path, path: Path) -> None:
+    """Gives a finished folder its name, once all that it holds is on disk. At `path` is nothing, or an empty folder."""
+    with writing(path):
+        _sync_tree(work)
+        os.rename(work, path)
+        _sync_folder(path.parent)
 
 
 def recover_folder(path: Path) -> None:
@@ -159,6 +164,13 @@ def _temp_beside(path: Path) -> Path:
 
 def _aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
+
+
+def _sync_tree(path: Path) -> None:
+    for folder, _, files in os.walk(path):
+        for name in files:
+            _sync_file(Path(folder, name))
+        _sync_folder(Path(folder))
 
 
 def _sync_file(path: Path) -> None:

@@ -380,6 +380,9 @@ def _say_files(files: list[Path], *, show: bool) -> None:
         typer.echo(str(file))
 
 
+from moexp import cli_pack  # noqa: E402, F401 (registers its commands)
+
+
 def main() -> None:
     """The console script."""
     app()

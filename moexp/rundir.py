@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -99,6 +100,20 @@ class RunDir:
         if self._lock_fd is not None:
             os.close(self._lock_fd)  # closing gives the lock up; so does dying
             self._lock_fd = None
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds a folder against other processes; the file `.lock` stays in it.
+
+    Raises:
+        MoexpError: another process holds it.
+    """
+    fd = _lock(folder)
+    try:
+        yield
+    finally:
+        os.close(fd)
 
 
 def _lock(folder: Path) -> int:

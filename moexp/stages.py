@@ -260,10 +260,12 @@ def corpus_stage(recipe: Recipe, console: Console, *, author: str, tokens: int, 
         from transformers import AutoModelForCausalLM
 
         from moexp.learn.masked import training_implementation
+        from moexp.target.pack_format import refuse_packed
         from moexp.target.spec import MoESpec
         from moexp.target.tokenizer import load_tokenizer
 
         folder = artifacts.find_target(recipe)
+        refuse_packed(folder)
         dtype = getattr(torch, recipe.target.dtype)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         spec = MoESpec.from_config(model.config)

@@ -25,6 +25,7 @@ from moexp.runtime.store import READ_SPLITS
 from moexp.runtime.verify import Sampling
 from moexp.schema import PaceSection, StoreSection
 from moexp.target.load import Target
+from moexp.target.pack_format import stored_bytes
 
 PROBE_BYTES = 64 << 20
 COMPUTE_TOKENS = 16
@@ -143,11 +144,12 @@ def probe(platform: Platform, target: Target, base: StoreSection, job: Job, *, c
     """
     spec, index = target.spec, target.index
     expert_bytes = index.expert_bytes * target.dtype.itemsize // index.dtype.itemsize
+    moved_bytes = stored_bytes(index) if platform.kind == "disk" else expert_bytes
     found: dict[str, Any] = {
         "platform": platform.name,
         "expert_bytes": expert_bytes,
         "experts_per_token": spec.experts_per_token,
-        "ar_bytes_per_token": expert_bytes * spec.experts_per_token,
+        "ar_bytes_per_token": moved_bytes * spec.experts_per_token,
         "compute_s": None,
     }
     wanted = compute or platform.paced
@@ -156,7 +158,7 @@ def probe(platform: Platform, target: Target, base: StoreSection, job: Job, *, c
         found["compute_s"] = measure_compute(target, job)
     if platform.kind == "disk":
         # Samples are taken while the methods run (`sample_bandwidth`): a disk's speed drifts as theirs does.
-        found |= {"read_bytes": expert_bytes // READ_SPLITS, "threads": base.io_threads, "bandwidth_bytes_s": []}
+        found |= {"read_bytes": moved_bytes // READ_SPLITS, "threads": base.io_threads, "bandwidth_bytes_s": []}
     if platform.ratio is not None:
         if not fits:
             raise MoexpError(

@@ -32,6 +32,7 @@ from ..recipe import Recipe
 from ..schema import TraceSection
 from ..target.families import family_of
 from ..target.load import read_config, target_identity
+from ..target.pack_format import refuse_packed
 from ..target.spec import MoESpec
 from ..target.tokenizer import load_tokenizer
 from .corpus_files import corpus_rows, shipped_corpora
@@ -127,6 +128,7 @@ def _write(
 ) -> float | None:
     """Traces every shard that is not in `done`, in order; returns tokens a second, if any was traced."""
     section = recipe.trace
+    refuse_packed(target)
     with stage("Load the target", None):
         model = AutoModelForCausalLM.from_pretrained(target, dtype=getattr(torch, recipe.target.dtype)).eval()
         tokenizer = load_tokenizer(target)

@@ -18,6 +18,7 @@ from ..recipe import Recipe
 from ..schema import DraftSection
 from ..target.draft_expert import DraftExperts, save_draft_experts
 from ..target.load import target_identity
+from ..target.pack_format import refuse_packed
 from ..target.tokenizer import load_tokenizer
 from .corpus_files import corpus_rows, load_rows, shipped_corpora
 from .distill import DistillSettings, Weights, distill, start_from_neurons, warm_up
@@ -45,6 +46,7 @@ class Bench:
 
 def open_bench(recipe: Recipe, target: Path, work: Path) -> Bench:
     """Loads the target with its experts, and the corpora that the recipe's draft section names."""
+    refuse_packed(target)
     with stage("Load the target", None):
         model = AutoModelForCausalLM.from_pretrained(target, dtype=getattr(torch, recipe.target.dtype)).eval()
         tokenizer = load_tokenizer(target)

@@ -114,6 +114,17 @@ def read_into(file: DirectFile, buffer: memoryview, start: int, needed: int) -> 
         done += advance
 
 
+def read_piece(file: DirectFile, transfer: Transfer, piece: Piece) -> None:
+    """Bring a piece into the transfer's slot, leaving nothing in the page cache.
+
+    Raises:
+        MoexpError: see `read_into`.
+    """
+    read_into(file, transfer.slot.buffer[piece.place : piece.place + piece.length], piece.start, piece.needed)
+    if not file.direct and hasattr(os, "posix_fadvise"):  # or the next read would come from memory
+        os.posix_fadvise(file.fd, piece.start, piece.length, os.POSIX_FADV_DONTNEED)
+
+
 class FileSource:
     """Experts in place in their shards.
 
@@ -148,10 +159,7 @@ class FileSource:
         return self._plans[key]
 
     def move(self, transfer: Transfer, piece: Piece) -> None:
-        file = self._files[piece.file]
-        read_into(file, transfer.slot.buffer[piece.place : piece.place + piece.length], piece.start, piece.needed)
-        if not file.direct and hasattr(os, "posix_fadvise"):  # or the next read would come from memory
-            os.posix_fadvise(file.fd, piece.start, piece.length, os.POSIX_FADV_DONTNEED)
+        read_piece(self._files[piece.file], transfer, piece)
 
     def finish(self, transfer: Transfer) -> None:
         """Decode, or bring together what the file keeps apart; most checkpoints need none of it."""

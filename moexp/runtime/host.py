@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from moexp.runtime.dio import DirectFile, open_file, read_into
+from moexp.runtime.packed import RecordReader
 from moexp.runtime.slots import Slot, map_huge
 from moexp.runtime.transfer import Plan, Transfer
 from moexp.target.experts import CodedLocation, ExpertIndex, ExpertKey, ExpertWeights, iter_parts
+from moexp.target.pack_format import PackedIndex
 
 
 def load_experts(index: ExpertIndex, dtype: torch.dtype | None = None) -> dict[ExpertKey, ExpertWeights]:
@@ -27,6 +29,7 @@ def load_experts(index: ExpertIndex, dtype: torch.dtype | None = None) -> dict[E
     elements = torch.frombuffer(memory, dtype=dtype)
     room = Slot(memoryview(memory), elements, first // dtype.itemsize)
     files = [open_file(path, direct=False) for path in index.files]
+    records = RecordReader(index) if isinstance(index, PackedIndex) else None
     experts = {}
     used = 0
     try:
@@ -37,6 +40,9 @@ def load_experts(index: ExpertIndex, dtype: torch.dtype | None = None) -> dict[E
             used += index.elements(key)
             if index.coding is not None:
                 index.coding.decode(_stored(files, index.coded[key]), weights)
+                continue
+            if records is not None:
+                records.decode(key, records.read(files, key), weights)
                 continue
             at = index.locations[key]
             targets = (*weights.gate_up.split(at.width), weights.down)

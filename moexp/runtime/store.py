@@ -16,10 +16,12 @@ from moexp.runtime.counters import Phase, StoreCounters
 from moexp.runtime.dio import FileSource
 from moexp.runtime.host import HostSource, load_experts
 from moexp.runtime.pacing import Pacer
+from moexp.runtime.packed import PackedFileSource, PackedHostSource
 from moexp.runtime.residency import Entry, Residency
 from moexp.runtime.slots import SlotPool, Slots
 from moexp.runtime.transfer import Source, Transfer, TransferPool, Transport
 from moexp.target.experts import ExpertIndex, ExpertKey, ExpertWeights
+from moexp.target.pack_format import PackedIndex
 
 
 class Ticket:
@@ -343,11 +345,15 @@ def open_store(
         )
     source: Source
     if kind == "disk":
-        source = FileSource(index, splits=1 if pacer else READ_SPLITS, dtype=dtype)
+        splits = 1 if pacer else READ_SPLITS
+        packed = isinstance(index, PackedIndex)
+        source = PackedFileSource(index, splits) if packed else FileSource(index, splits=splits, dtype=dtype)
     elif device.type == "cuda":
         from moexp.runtime.cuda import PinnedSource
 
         source = PinnedSource(load_experts(index, dtype), device)
+    elif isinstance(index, PackedIndex) and dtype == index.dtype:
+        source = PackedHostSource(index)
     else:
         source = HostSource(load_experts(index, dtype))
     return SlotStore(

@@ -25,6 +25,7 @@ from moexp.errors import MoexpError
 from moexp.target.coding import SCALE, dequantise_fp8, fp8_block
 from moexp.target.experts import ExpertIndex, checkpoint_files, read_header
 from moexp.target.families import Family, family_of
+from moexp.target.pack_format import is_packed, read_index, read_manifest
 from moexp.target.spec import MoESpec
 from moexp.target.tokenizer import load_tokenizer
 
@@ -97,7 +98,7 @@ def load_target(folder: Path | str, *, dtype: torch.dtype | None = None, device:
     config = read_config(folder)
     family = family_of(config.model_type)
     spec = MoESpec.from_config(config)
-    index = ExpertIndex.from_checkpoint(folder)
+    index = read_index(folder)
     _check_geometry(index, spec, folder)
     dtype = dtype or getattr(config, "dtype", None) or torch.bfloat16
     with torch.device("meta"):
@@ -160,6 +161,13 @@ def target_identity(folder: Path | str) -> str:
     """
     padded_from = json.loads((Path(folder) / "config.json").read_text()).get(PADDED_FROM)
     return str(padded_from) if padded_from else checkpoint_fingerprint(folder)
+
+
+def drafters_identity(folder: Path | str) -> str:
+    """Which function the drafters of a checkpoint were trained for: that of the source, where it is a quantised pack
+    (drafts need not be exact).
+    """
+    return read_manifest(Path(folder)).identity if is_packed(folder) else target_identity(folder)
 
 
 def _check_geometry(index: ExpertIndex, spec: MoESpec, folder: Path) -> None:

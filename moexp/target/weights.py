@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moexp.target.experts import ExpertIndex, checkpoint_files, read_header
+from moexp.target.experts import checkpoint_files, read_header
+from moexp.target.pack_format import PackedIndex, read_index
 
 
 def weight_sizes(folder: Path | str) -> dict[str, int]:
@@ -16,12 +17,15 @@ def weight_sizes(folder: Path | str) -> dict[str, int]:
     Raises:
         MoexpError: see `ExpertIndex.from_checkpoint`.
     """
-    index = ExpertIndex.from_checkpoint(folder)
+    index = read_index(folder)
     sizes: dict[str, int] = {}
     for file in checkpoint_files(folder):
         for name, entry in read_header(file).items():
             begin, end = entry["data_offsets"]
             sizes[name] = end - begin
-    routed = sum(sizes[name] for name in index.tensor_names)
+    rest = sum(size for name, size in sizes.items() if name not in index.tensor_names)
+    routed = sum(sizes.values()) - rest
+    if isinstance(index, PackedIndex):
+        routed = index.stored_bytes * len(index.keys)
     width, _ = index.shape(index.keys[0])
-    return {"expert_width": width, "routed_bytes": routed, "rest_bytes": sum(sizes.values()) - routed}
+    return {"expert_width": width, "routed_bytes": routed, "rest_bytes": rest}

@@ -1,0 +1,225 @@
+"""Packed checkpoints: every routed expert is one aligned record, as it was stored or in blocks of Q8_0 or Q4_0.
+
+A packed folder is a checkpoint folder with `moexp_pack.json` (the manifest), one `experts-layer-NNN.bin` a MoE layer,
+and everything but the routed experts in safetensors. A record is the rows of gate, up and down, one after the other,
+and zeros up to a whole page, so that one O_DIRECT read brings an expert and nothing else.
+
+Shape suffixes: I expert width, H hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from moexp.errors import MoexpError
+from moexp.target.experts import ByteRange, ExpertIndex, ExpertKey, ExpertLocation, Part
+
+MANIFEST = "moexp_pack.json"
+CONFIG_KEY = "moexp_pack"
+FORMAT = 1
+ALIGN = 4096
+
+QUANTS: dict[str, GGMLQuantizationType | None] = {
+    "none": None,
+    "q8_0": GGMLQuantizationType.Q8_0,
+    "q4_0": GGMLQuantizationType.Q4_0,
+}
+"""Name -> the block format of llama.cpp, or None where experts are kept as they were stored."""
+
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+_REMEDY = "a folder that `moexp pack` wrote; pack the source again"
+
+
+@dataclass(frozen=True)
+class PackManifest:
+    """What a pack holds.
+
+    Attributes:
+        source: fingerprint of the checkpoint it was made from.
+        identity: which function that checkpoint computes (`load.target_identity`).
+        quant: a key of `QUANTS`.
+        dtype: type that the experts were stored in.
+        hidden, width: H and I.
+        record_bytes: of an expert, padding included.
+        checksums: MoE layer -> XXH3-128 of every record, by expert.
+        format: version of this format.
+    """
+
+    source: str
+    identity: str
+    quant: str
+    dtype: str
+    hidden: int
+    width: int
+    record_bytes: int
+    checksums: Mapping[int, tuple[str, ...]]
+    format: int = FORMAT
+
+    def digest(self) -> str:
+        """Hex sha256 over all of it; the config of a packed checkpoint repeats it."""
+        return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON; `from_dict` reads it back."""
+        return asdict(self) | {"checksums": {str(layer): list(sums) for layer, sums in self.checksums.items()}}
+
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> PackManifest:
+        """Raises KeyError, TypeError, ValueError or AttributeError where `value` is no manifest."""
+        checksums = {int(layer): tuple(map(str, sums)) for layer, sums in value["checksums"].items()}
+        return cls(**{**value, "checksums": checksums})
+
+
+def layer_file(layer: int) -> str:
+    """Name of the file with a layer's records."""
+    return f"experts-layer-{layer:03d}.bin"
+
+
+def data_bytes(quant: str, dtype: torch.dtype, rows: int, columns: int) -> int:
+    """Bytes of a matrix in a record.
+
+    Raises:
+        MoexpError: its rows are no whole number of blocks.
+    """
+    kind = QUANTS[quant]
+    if kind is None:
+        return rows * columns * dtype.itemsize
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    if columns % block:
+        raise MoexpError(
+            f"rows of {columns} weights are no whole number of {quant} blocks",
+            where="--quant",
+            valid=f"none, or a hidden size and an expert width that are multiples of {block}",
+        )
+    return rows * columns // block * block_bytes
+
+
+def record_bytes(quant: str, dtype: torch.dtype, hidden: int, width: int) -> int:
+    """Bytes of an expert's record, padding included."""
+    data = data_bytes(quant, dtype, 2 * width, hidden) + data_bytes(quant, dtype, hidden, width)
+    return -(-data // ALIGN) * ALIGN
+
+
+def checksum(record: Any) -> str:
+    """Hex XXH3-128 of a record (any buffer)."""
+    return xxhash.xxh3_128_hexdigest(record)
+
+
+def check_quant(quant: str) -> None:
+    """MoexpError unless `quant` is a key of `QUANTS`."""
+    if quant not in QUANTS:
+        raise MoexpError(f"unknown quantisation {quant!r}", where="--quant", valid=", ".join(QUANTS))
+
+
+class PackedIndex(ExpertIndex):
+    """Where the experts of a packed checkpoint are.
+
+    `locations` give each expert's record; its parts are offsets in whatever form the experts are packed in. Read them
+    through the stores.
+
+    Attributes:
+        manifest: of the pack.
+        stored_bytes: that bringing in an expert moves.
+    """
+
+    def __init__(self, folder: Path, manifest: PackManifest) -> None:
+        self.manifest = manifest
+        self.stored_bytes = manifest.record_bytes
+        dtype, hidden, width = _DTYPES[manifest.dtype], manifest.hidden, manifest.width
+        one = data_bytes(manifest.quant, dtype, width, hidden)
+        length = 2 * one + data_bytes(manifest.quant, dtype, hidden, width)
+        layers = sorted(manifest.checksums)
+        locations: dict[ExpertKey, ExpertLocation] = {}
+        for number, layer in enumerate(layers):
+            for expert in range(len(manifest.checksums[layer])):
+                start = expert * manifest.record_bytes
+                span = ByteRange(number, start, start + length)
+                locations[layer, expert] = ExpertLocation(
+                    (span,), Part(0, 0), Part(0, one), Part(0, 2 * one), width, hidden
+                )
+        files = tuple(folder / layer_file(layer) for layer in layers)
+        super().__init__(files, locations, dtype, frozenset())
+
+    @property
+    def quant(self) -> str:
+        """A key of `QUANTS`."""
+        return self.manifest.quant
+
+    def check(self, key: ExpertKey, record: Any) -> None:
+        """Whether these bytes are the record of that expert.
+
+        Raises:
+            MoexpError: they are not.
+        """
+        layer, expert = key
+        if checksum(record) != self.manifest.checksums[layer][expert]:
+            file = next(file for file in self.files if file.name == layer_file(layer))
+            raise MoexpError(
+                f"the record of expert {expert} is corrupt", where=str(file), valid="pack the source again"
+            )
+
+
+def is_packed(folder: Path | str) -> bool:
+    """Whether a checkpoint folder is a pack, whole or not."""
+    if (Path(folder) / MANIFEST).is_file():
+        return True
+    try:
+        return CONFIG_KEY in json.loads((Path(folder) / "config.json").read_text())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def read_manifest(folder: Path | str) -> PackManifest:
+    """The manifest of a packed folder, checked against its config and the sizes of its files; no record is read.
+
+    Raises:
+        MoexpError: it is missing or unreadable, of another checkpoint or version, or a file is missing or cut.
+    """
+    folder = Path(folder)
+    try:
+        manifest = PackManifest.from_dict(json.loads((folder / MANIFEST).read_text()))
+        promised = json.loads((folder / "config.json").read_text())[CONFIG_KEY]["manifest"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise MoexpError("no readable manifest of a pack", where=str(folder / MANIFEST), valid=_REMEDY) from error
+    if manifest.format != FORMAT or manifest.quant not in QUANTS or manifest.dtype not in _DTYPES:
+        raise MoexpError(f"a pack of format {manifest.format}", where=str(folder), valid=f"format {FORMAT}")
+    expected = record_bytes(manifest.quant, _DTYPES[manifest.dtype], manifest.hidden, manifest.width)
+    if promised != manifest.digest() or expected != manifest.record_bytes or not manifest.checksums:
+        raise MoexpError("the manifest is not of this checkpoint", where=str(folder / MANIFEST), valid=_REMEDY)
+    for layer, sums in manifest.checksums.items():
+        file = folder / layer_file(layer)
+        size = file.stat().st_size if file.is_file() else 0
+        if size != len(sums) * manifest.record_bytes:
+            wanted = len(sums) * manifest.record_bytes
+            raise MoexpError(f"{file.name} has {size} bytes of {wanted}", where=str(folder), valid=_REMEDY)
+    return manifest
+
+
+def read_index(folder: Path | str) -> ExpertIndex:
+    """The index of a checkpoint folder, packed or not.
+
+    Raises:
+        MoexpError: see `read_manifest` and `ExpertIndex.from_checkpoint`.
+    """
+    folder = Path(folder)
+    return PackedIndex(folder, read_manifest(folder)) if is_packed(folder) else ExpertIndex.from_checkpoint(folder)
+
+
+def stored_bytes(index: ExpertIndex) -> int:
+    """Bytes that bringing an expert in from disk moves, alignment of unpacked ones aside."""
+    return index.stored_bytes if isinstance(index, PackedIndex) else index.expert_bytes
+
+
+def refuse_packed(folder: Path | str) -> None:
+    """MoexpError where a folder is packed: training and tracing run the whole model from its own shards."""
+    if is_packed(folder):
+        raise MoexpError("training and tracing read no packed checkpoint", where=str(folder), valid="its source")
