@@ -21,3 +21,14 @@ def pack(
     folder = pack_stage(load(recipe, changes), quant, out)
     typer.echo(f"packed: {folder}")
     typer.echo(f"to use it: --set target.kind=hub --set target.source=hub --set target.path={folder}", err=True)
+
+
+@command(app, "bench-quant", "moexp bench-quant --recipe pocket")
+def bench_quant(recipe: RecipeOption = "pocket", changes: SetOption = None, out: OutOption = None) -> None:
+    """Measure bytes, speed and held-out loss with experts as stored, in Q8_0 and in Q4_0."""
+    from moexp.bench.quantised import run_quantised
+
+    files = run_quantised(load(recipe, changes), out=out)
+    typer.echo(files[-1].read_text(encoding="utf-8"))
+    for file in files:
+        typer.echo(str(file))

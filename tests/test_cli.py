@@ -33,6 +33,7 @@ FLAGS = {
     "bench": {"--recipe", "-r", "--table", "-t", "--figure", "--paper", "--set", "-s", "--out", "-o"},
     "tune": {"--recipe", "-r", "--set", "-s", "--out", "-o"},
     "platforms": set(),
+    "bench-quant": {"--recipe", "-r", "--set", "-s", "--out", "-o"},
     "pack": {"--recipe", "-r", "--quant", "-q", "--set", "-s", "--out", "-o"},
     "calibrate": {"--recipe", "-r", "--set", "-s", "--out", "-o"},
     "simulate": {
