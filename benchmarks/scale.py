@@ -48,6 +48,7 @@ TINY: dict[str, Any] = {
 
 PROMPT = list(b"Experts")
 DRAFT_LENGTH = 2
+MARKER = "moexp_scale.json"  # says that the folder is this benchmark's
 IO_THREADS = 8
 PROBES = 2  # of the disk, before and after every turn
 PROBE_BYTES = 1 << 30
@@ -80,16 +81,16 @@ def run(
         keep: leave the checkpoint there.
 
     Raises:
-        MoexpError: the disk has no room, or the decoding process failed.
+        MoexpError: the disk has no room, something else is in the folder, or the decoding process failed.
     """
     from benchmarks.scale_checkpoint import checkpoint_bytes, write_checkpoint
 
     provenance = collect_provenance(seed)
     provenance["command"] = shlex.join(["python", "-m", "benchmarks.scale", *argv])
     needed = checkpoint_bytes(geometry)
+    claim(folder, {"geometry": geometry, "seed": seed}, needed)
     try:
         if not (folder / "config.json").exists():
-            demand_space(folder, needed)
             with stage("Write the checkpoint", needed >> 20) as advance, atomic.writing(folder):
                 write_checkpoint(folder, geometry, seed=seed, advance=lambda done: advance(done >> 20))
         found = _decode_apart(folder, tokens, threads)
@@ -101,6 +102,22 @@ def run(
     atomic.write_text(results / "scale.csv", to_csv(COLUMNS, rows))
     atomic.write_text(results / "scale.md", _markdown(found, rows, provenance))
     return found
+
+
+def claim(folder: Path, plan: dict[str, Any], needed: int) -> None:
+    """Makes the folder this benchmark's own: only what it wrote is ever gone on with, or removed.
+
+    Raises:
+        MoexpError: something else is there, or the disk has no room for `needed` bytes.
+    """
+    marker = folder / MARKER
+    if folder.exists() and any(folder.iterdir()):
+        if not marker.exists() or json.loads(marker.read_text()) != plan:
+            raise MoexpError("something else is there", where=str(folder), valid="a new folder")
+        if (folder / "config.json").exists():
+            return
+    demand_space(folder, needed)
+    atomic.write_json(marker, plan)
 
 
 def demand_space(folder: Path, needed: int) -> None:

@@ -72,6 +72,13 @@ def test_a_tiny_one_is_decoded_and_reported(tmp_path: Path, capsys):
     check(found, tmp_path / "again")
 
 
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path):
+    (tmp_path / "model.safetensors").write_text("precious")
+    with pytest.raises(MoexpError, match="something else is there"):
+        scale.run(tmp_path, tmp_path / "results", geometry=scale.TINY)
+    assert (tmp_path / "model.safetensors").read_text() == "precious"
+
+
 def test_a_disk_without_room_is_one_error(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setattr(scale.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**10, 0, 10**10))  # type: ignore[attr-defined]
     with pytest.raises(MoexpError, match="31.4 GB, and 10.0 GB are free"):
