@@ -3,8 +3,9 @@
     python -m benchmarks.scale --folder /data/scale
 
 writes about 31 GB of random weights (kept for the next run with --keep), decodes by AR and by speculation (shared +
-top-1 drafts) in a fresh process, and writes `results/scale/scale.csv` and `.md`: peak memory, tokens a second, and AR's
-share of the disk bound, that is of what the disk gives to reads of the same size and concurrency in the same run.
+top-1 drafts) in a fresh process, and writes `results/scale/scale.csv`, `.md` and `.json` (raw): peak memory, tokens a
+second, and AR's share of the disk bound, that is of what the disk gives to reads of the same size and concurrency in
+the same run.
 """
 
 from __future__ import annotations
@@ -50,8 +51,7 @@ PROMPT = list(b"Experts")
 DRAFT_LENGTH = 2
 MARKER = "moexp_scale.json"  # says that the folder is this benchmark's
 IO_THREADS = 8
-PROBES = 2  # of the disk, before and after every turn
-PROBE_BYTES = 1 << 30
+PROBE_BYTES = 256 << 20  # of the disk, before and after every cycle
 MARGIN_BYTES = 4 << 30  # left free on the disk
 GOAL_RSS_GIB, GOAL_SHARE = 6.0, 0.8
 
@@ -73,7 +73,7 @@ def run(
     """Writes the checkpoint to `folder` unless it is there, decodes, and writes the results; returns the figures.
 
     Args:
-        results: folder of `scale.csv` and `scale.md`.
+        results: folder of `scale.csv`, `scale.md` and `scale.json`.
         geometry: of the checkpoint.
         tokens: to decode by each method, after one to warm up.
         seed: of the weights.
@@ -99,6 +99,7 @@ def run(
             shutil.rmtree(folder, ignore_errors=True)
     found["checkpoint_bytes"] = needed
     rows = [_row(found, name) for name in found["methods"]]
+    atomic.write_json(results / "scale.json", {**found, "provenance": provenance})
     atomic.write_text(results / "scale.csv", to_csv(COLUMNS, rows))
     atomic.write_text(results / "scale.md", _markdown(found, rows, provenance))
     return found
@@ -146,7 +147,9 @@ def _decode_apart(folder: Path, tokens: int, threads: int) -> dict[str, Any]:
 def decode(folder: Path, tokens: int, threads: int) -> dict[str, Any]:
     """AR and speculation in turns over one disk store, each once to warm up; plain JSON."""
     from moexp.compute import prepare
+    from moexp.records import StepRecord
     from moexp.runtime.decode import LogitsDigest, decode_all
+    from moexp.runtime.decode import decode as decode_by
     from moexp.runtime.dio import probe_bandwidth
     from moexp.runtime.forward import Engine
     from moexp.runtime.method import Method
@@ -161,13 +164,11 @@ def decode(folder: Path, tokens: int, threads: int) -> dict[str, Any]:
     index, spec = target.index, target.spec
     methods = {"ar": Method(), "top-1": Method(drafter="top-r", r=1, max_draft=DRAFT_LENGTH, policy="fixed")}
     seeds = itertools.count()
-    samples: list[float] = []
 
-    def probe() -> None:
+    def probe() -> float:
         total = min(PROBE_BYTES, sum(path.stat().st_size for path in index.files))
         read = index.expert_bytes // READ_SPLITS
-        for _ in range(PROBES):
-            samples.append(probe_bandwidth(index.files, read, threads=IO_THREADS, total_bytes=total, seed=next(seeds)))
+        return probe_bandwidth(index.files, read, threads=IO_THREADS, total_bytes=total, seed=next(seeds))
 
     found: dict[str, Any] = {}
     with open_store(index, "disk", io_threads=IO_THREADS) as store:
@@ -176,10 +177,17 @@ def decode(folder: Path, tokens: int, threads: int) -> dict[str, Any]:
         with stage("Decode", len(methods)) as advance:
             for name, method in methods.items():
                 decode_all(engine, PROMPT, method, Sampling(), max_new_tokens=2)  # touch memory, wake the disk
-                probe()
                 digest = LogitsDigest()
-                steps, record = decode_all(engine, PROMPT, method, Sampling(), max_new_tokens=tokens, on_logits=digest)
-                probe()
+                running = decode_by(engine, PROMPT, method, Sampling(), max_new_tokens=tokens, on_logits=digest)
+                steps: list[StepRecord] = []
+                samples = [probe()]  # between the cycles, whose time it is not part of: a disk's speed drifts
+                while True:
+                    try:
+                        steps.append(next(running))
+                    except StopIteration as end:
+                        record = end.value
+                        break
+                    samples.append(probe())
                 demanded = sum(step.store["demanded"] for step in steps if step.store)
                 found[name] = {
                     "tokens": record.new_tokens,
@@ -189,6 +197,7 @@ def decode(folder: Path, tokens: int, threads: int) -> dict[str, Any]:
                     "read_bytes": sum(step.store["read_bytes"] for step in steps if step.store),
                     "stall_s": sum(step.store["stall_s"] for step in steps if step.store),
                     "demanded": demanded,
+                    "disk_bytes_s": samples,
                     "ids": record.tokens,
                     "rows": [row.hex() for row in digest.rows],
                 }
@@ -199,7 +208,6 @@ def decode(folder: Path, tokens: int, threads: int) -> dict[str, Any]:
         one["bit_exact"] = rows[name] == rows["ar"] and one["ids"] == found["ar"]["ids"]
     return {
         "methods": found,
-        "disk_bytes_s": samples,
         "read_bytes": index.expert_bytes // READ_SPLITS,
         "io_threads": IO_THREADS,
         "direct": direct,
@@ -223,7 +231,7 @@ def _peak_rss() -> int:
 
 def _row(found: dict[str, Any], name: str) -> Row:
     one = found["methods"][name]
-    bandwidth = statistics.median(found["disk_bytes_s"])
+    bandwidth = statistics.median(one["disk_bytes_s"])
     bytes_per_token = one["read_bytes"] / one["tokens"]
     rate = one["tokens"] / one["decode_s"]
     return {
@@ -260,7 +268,7 @@ def _markdown(found: dict[str, Any], rows: list[Row], provenance: dict[str, Any]
         for row in rows
     ]
     gib = 2**30
-    low, high = min(found["disk_bytes_s"]) / 1e9, max(found["disk_bytes_s"]) / 1e9
+    samples = [sample / 1e9 for one in found["methods"].values() for sample in one["disk_bytes_s"]]
     parts = [
         "# A target larger than memory",
         f"{found['checkpoint_bytes'] / 1e9:.1f} GB of random bf16 weights in the format of DeepSeek-V2-Lite; "
@@ -271,9 +279,9 @@ def _markdown(found: dict[str, Any], rows: list[Row], provenance: dict[str, Any]
         f"{GOAL_RSS_GIB:g}); after loading: {found['loaded_rss_bytes'] / gib:.2f} GiB. Goal for AR's share of the "
         f"bound: {GOAL_SHARE:g}.",
         f"The bound is what {found['io_threads']} threads get from {'O_DIRECT' if found['direct'] else 'buffered'} "
-        f"reads of {found['read_bytes'] / 1e6:.2f} MB between the turns ({low:.2f} to {high:.2f} GB/s; the median "
-        "counts), over the bytes that a token demands. Weights are random, so alpha says nothing of real targets; that "
-        "every row of logits has AR's bits does.",
+        f"reads of {found['read_bytes'] / 1e6:.2f} MB between its cycles ({min(samples):.2f} to {max(samples):.2f} "
+        "GB/s; the median counts), over the bytes that a token demands. Weights are random, so alpha says nothing of "
+        "real targets; that every row of logits has AR's bits does.",
         f"Provenance: {provenance_text([provenance], threads=found['threads'])}.",
     ]
     return "\n\n".join(parts) + "\n"

@@ -146,7 +146,7 @@ def _weights(name: str, shape: tuple[int, ...], seed: int) -> Iterator[memoryvie
     """Scaled so that activations keep their size, experts count, and logits spread."""
     count = math.prod(shape)
     if len(shape) == 1:
-        yield memoryview(torch.ones(count, dtype=torch.bfloat16).view(torch.uint8).numpy()).cast("B")
+        yield torch.ones(count, dtype=torch.bfloat16).view(torch.uint8).numpy().data
         return
     gain = {"embed_tokens": 1.0 * math.sqrt(shape[-1]), "lm_head": 4.0, ".mlp.gate.": 1.5}
     std = next((value for part, value in gain.items() if part in name), 1.0) / math.sqrt(shape[-1])
@@ -154,4 +154,4 @@ def _weights(name: str, shape: tuple[int, ...], seed: int) -> Iterator[memoryvie
     for begin in range(0, count, _DRAWN):
         drawn = generator.standard_normal(min(_DRAWN, count - begin), dtype=np.float32)
         drawn *= np.float32(std)
-        yield memoryview(torch.from_numpy(drawn).bfloat16().view(torch.uint8).numpy()).cast("B")
+        yield torch.from_numpy(drawn).bfloat16().view(torch.uint8).numpy().data

@@ -14,6 +14,7 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def pack_checkpoint(
         for layer, members in layers.items():
             kept = _kept_layer(work, layer, len(members), size)
             if kept is None:
-                kept = _write_layer(work, index, members, quant, size, lambda n, done=done: advance(done + n))
+                kept = _write_layer(work, index, members, quant, size, partial(_advance_from, advance, done))
             sums[layer], done = kept, done + len(members)
             advance(done)
         manifest = PackManifest(
@@ -190,6 +191,10 @@ def _kept_layer(work: Path, layer: int, experts: int, size: int) -> tuple[str, .
         return None
     whole = file.is_file() and file.stat().st_size == experts * size and len(sums) == experts
     return tuple(sums) if whole else None
+
+
+def _advance_from(advance: Callable[[int], None], base: int, done: int) -> None:
+    advance(base + done)
 
 
 def _sums_file(file: Path) -> Path:

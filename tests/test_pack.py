@@ -89,10 +89,12 @@ def test_dequantising_gives_the_bits_of_the_gguf_package(quant: str, dtype):
     generator = np.random.default_rng(0)
     values = generator.standard_normal((300, 352), dtype=np.float32) * generator.exponential(size=(300, 1))
     values[0] = 0.0
-    raw = quants.quantize(values.astype(np.float32), QUANTS[quant])
+    kind = QUANTS[quant]
+    assert kind is not None
+    raw = quants.quantize(values.astype(np.float32), kind)
     out = torch.empty(300, 352, dtype=dtype)
     dequantize_into(torch.from_numpy(raw).view(-1), quant, out)
-    assert torch.equal(out, torch.from_numpy(quants.dequantize(raw, QUANTS[quant])).to(dtype))
+    assert torch.equal(out, torch.from_numpy(quants.dequantize(raw, kind)).to(dtype))
 
 
 @pytest.mark.parametrize("quant", QUANTS)
@@ -272,7 +274,7 @@ def test_a_full_disk_is_one_error_and_leaves_no_pack(source: Path, tmp_path: Pat
         pack_checkpoint(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()
-    monkeypatch.setattr(packing.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))  # type: ignore[attr-defined]
+    monkeypatch.setattr(packing.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
     with pytest.raises(MoexpError, match="needs 0.0 GB, and 0.0 GB are free"):
         pack_checkpoint(source, tmp_path / "new")
 

@@ -6,6 +6,7 @@ import csv
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ def test_the_checkpoint_is_one_that_transformers_reads(tmp_path: Path):
     assert all(shard.read_bytes() == (tmp_path / "b" / shard.name).read_bytes() for shard in shards)
     index = ExpertIndex.from_checkpoint(tmp_path / "a")
     assert all(len(at.ranges) == 1 for at in index.locations.values())
-    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype=torch.float32, output_loading_info=True)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "a", dtype=torch.float32, output_loading_info=True)
+    model, info = loaded
     assert not info["missing_keys"] and not info["unexpected_keys"]
     target = load_target(tmp_path / "a", dtype=torch.float32)
     with open_store(index, "resident", dtype=torch.float32) as store:
@@ -80,7 +82,7 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path):
 
 
 def test_a_disk_without_room_is_one_error(tmp_path: Path, monkeypatch, capsys):
-    monkeypatch.setattr(scale.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**10, 0, 10**10))  # type: ignore[attr-defined]
+    monkeypatch.setattr(scale.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**10, 0, 10**10))
     with pytest.raises(MoexpError, match="31.4 GB, and 10.0 GB are free"):
         scale.run(tmp_path / "scale", tmp_path / "results", geometry=V2_LITE)
     assert not (tmp_path / "scale").exists()
