@@ -144,9 +144,9 @@ def _kept(header: dict[str, Any], target: Path, folder: Path, others: str, conso
     Raises:
         MoexpError: it was trained for another target.
     """
-    from moexp.target.load import target_identity
+    from moexp.target.load import drafters_identity
 
-    if header["target"] != target_identity(target):
+    if header["target"] != drafters_identity(target):
         raise MoexpError(others, where=str(folder), valid="remove the folder to train again")
     console.print("trained already", highlight=False)
     return header
