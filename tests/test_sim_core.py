@@ -37,8 +37,16 @@ def landings(link: VirtualLink) -> list[tuple[float, str]]:
 def test_a_burst_shares_the_bandwidth():
     link = VirtualLink(LinkModel(bandwidth_bytes_s=1000, alone_bytes_s=500, latency_s=0.1, concurrency=3), 1000)
     link.start(flights(1, 1, 1, 1), urgent=True)
-    # alone at most 500 bytes/s: 2 s each for the first two, 3 s for the third; the fourth begins when the first is in
-    assert landings(link) == [(2.1, "1-0"), (2.1, "1-1"), (3.1, "1-2"), (5.2, "1-3")]
+    # a third of the bandwidth each: 3 s for all; the fourth begins then, and alone it gets at most 500 bytes/s
+    assert landings(link) == [(3.1, "1-0"), (3.1, "1-1"), (3.1, "1-2"), (5.2, "1-3")]
+
+
+def test_a_link_that_is_priced_anew_keeps_what_has_come():
+    link = VirtualLink(LinkModel(bandwidth_bytes_s=1000, concurrency=2), 1000)
+    link.start(flights(1), urgent=True)
+    link.advance(0.5)
+    link.reprice(LinkModel(bandwidth_bytes_s=250, concurrency=2))
+    assert landings(link) == [(2.5, "1-0")]
 
 
 def test_demands_go_first_and_prefetches_by_layer_leave_room():
@@ -48,8 +56,8 @@ def test_demands_go_first_and_prefetches_by_layer_leave_room():
     link.advance(0.5)
     link.start(late, urgent=True)  # takes the server that prefetches may not have
     assert link.cancel(early[2]) and not link.cancel(early[1])
-    # at 1 the prefetch is in and layer 5 begins beside the demand (2 s); layer 4 was cancelled
-    assert landings(link) == [(1.0, "3-1"), (2.5, "9-0"), (3.0, "5-0")]
+    # the prefetch's second half takes 1 s beside the demand; then layer 5 begins beside it; layer 4 was cancelled
+    assert landings(link) == [(1.5, "3-1"), (2.5, "9-0"), (3.0, "5-0")]
 
 
 def test_a_promoted_prefetch_is_a_demand():
@@ -78,15 +86,15 @@ def two_layers() -> Step:
 
 
 def test_a_timeline_by_hand():
-    """One expert takes 1 s alone, two at once 1 s and 2 s. before 0.5, then a layer: lead 0.25, resident 0.5, expert
+    """One expert takes 1 s alone, two at once 2 s. before 0.5, then a layer: lead 0.25, resident 0.5, expert
     0.125."""
     model = machine(LinkModel(bandwidth_bytes_s=BYTES), fixed_s=0.5, attention_s=0.25, shared_s=0.5, expert_s=0.125)
     run = Machine(model, make_policy("none"))
     [took] = run.run_timed([Cycle([two_layers()], 1)])
-    # layer 1: demand at 0.75; resident until 1.25; first in at 1.75, computed 1.875; second in at 2.75, computed 2.875
-    # layer 2: demand at 3.125; resident until 3.625; in at 4.125, computed 4.25
-    assert took.cycle_s == pytest.approx(4.25)
-    assert run.counters.stall_s == pytest.approx((1.75 - 1.25) + (2.75 - 1.875) + (4.125 - 3.625))
+    # layer 1: demand at 0.75; resident until 1.25; both in at 2.75, computed 2.875 and 3
+    # layer 2: demand at 3.25; resident until 3.75; in at 4.25, computed 4.375
+    assert took.cycle_s == pytest.approx(4.375)
+    assert run.counters.stall_s == pytest.approx((2.75 - 1.25) + (4.25 - 3.75))
     assert run.compute_s == pytest.approx(0.5 + 2 * 0.75 + 3 * 0.125)
     assert run.counters.missed == 3 and run.counters.read_bytes == 3 * BYTES
 

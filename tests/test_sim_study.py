@@ -243,7 +243,8 @@ def test_a_study_has_ar_and_the_recipes_methods(run: Path, tmp_path: Path, cache
     assert [row["method"] for row in rows] == names * (1 if capacity is None else 2)
     assert rows[0]["speedup"] == 1 and {row["tag"] for row in rows} == {"simulated"}
     assert rows[1]["prefetch_waste"] is None and rows[2]["prefetch_waste"] is not None
-    assert float(rows[2]["speedup"] or 0) > float(rows[1]["speedup"] or 0)
+    if capacity is None:  # into few slots, a prefetch may cost an expert that is needed sooner
+        assert float(rows[2]["speedup"] or 0) > float(rows[1]["speedup"] or 0)
     files = write_study(tmp_path, rows, ["A note."])
     assert "simulated" in files[1].read_text() and "A note." in files[1].read_text()
     assert len(list(csv.reader(files[0].open()))) == len(rows) + 1

@@ -21,10 +21,8 @@ from moexp.runtime.pacing import Pacer
 class LinkModel:
     """How long transfers take.
 
-    Shared link: a transfer takes latency + bytes / min(alone, bandwidth / transfers under way when it begins, itself
-    included). That it does not change while others come and go is an approximation, but together they never exceed
-    the bandwidth: the j-th to begin since the link was idle, with n under way, follows at least j - n that have ended,
-    so by induction it ends no sooner than j x bytes / bandwidth after the first began.
+    Shared link: behind its latency, each transfer under way gets min(alone, bandwidth / transfers that are) at every
+    moment. Those that begin together therefore land together, as reads of a disk do, and not one after the other.
 
     Serial link (`serial`): `moexp.runtime.pacing.Pacer`'s rule, which emulated platforms follow.
 
@@ -85,16 +83,27 @@ class VirtualLink:
         self._background_now = 0
         self._urgent: deque[Flight] = deque()
         self._queued: list[tuple[int, int, Flight]] = []
-        self._under_way: list[tuple[float, int, Flight]] = []
         self._running_number = 0
-        self._pacer = Pacer(model.bandwidth_bytes_s, model.latency_s, model.concurrency) if model.serial else None
+        self._pacer: Pacer | None = None
         self._bytes = flight_bytes
-        # Seconds of a transfer by how many are under way when it begins.
+        # All flights that share the link get the same, and have the same size: so they land in the order in which they
+        # joined, each once the share of one of them has grown by its size.
+        self._joining: deque[tuple[float, Flight]] = deque()  # (when its latency is over, flight)
+        self._sharing: deque[tuple[float, Flight]] = deque()  # (share at which it lands, flight)
+        self._share = 0.0  # bytes that one flight has got which has always been there
+        self._since_s = 0.0  # when that was so
+        self.reprice(model)
+
+    def reprice(self, model: LinkModel) -> None:
+        """From now on transfers take as long as another model says; its concurrency is the same."""
+        if self._pacer is not None and self._pacer.bandwidth_bytes_s == model.bandwidth_bytes_s:
+            return
+        self._grow(self.now_s)
         alone = model.alone_bytes_s or model.bandwidth_bytes_s
-        self._service_s = [0.0] + [
-            model.latency_s + flight_bytes / min(alone, model.bandwidth_bytes_s / sharing)
-            for sharing in range(1, model.concurrency + 1)
-        ]
+        self._latency_s = model.latency_s
+        self._rates = [min(alone, model.bandwidth_bytes_s / max(1, n)) for n in range(model.concurrency + 1)]
+        self._pacer = Pacer(model.bandwidth_bytes_s, model.latency_s, model.concurrency) if model.serial else None
+        self._look_ahead()
 
     def start(self, flights: Sequence[Flight], urgent: bool) -> None:
         """Queue flights at the present time."""
@@ -121,28 +130,56 @@ class VirtualLink:
     def advance(self, now_s: float) -> None:
         """Let the clock go on to `now_s` (at least the present time), landing what lands until then."""
         while self.next_s <= now_s:
-            self._land()
+            self._next()
         self.now_s = now_s
 
     def wait(self) -> None:
         """Let the clock go on until the next flight lands."""
-        assert self._under_way, "waiting for something that nobody brings"
-        self._land()
+        assert self._joining or self._sharing, "waiting for something that nobody brings"
+        while not self._next():
+            pass
 
-    def _land(self) -> None:
-        under_way = self._under_way
-        self.now_s, _, flight = heapq.heappop(under_way)
+    def _next(self) -> bool:
+        """What happens next, a flight's joining or landing; whether it is a landing."""
+        now_s = self.now_s = self.next_s
+        joining, sharing = self._joining, self._sharing
+        self._grow(now_s)
+        if joining and joining[0][0] <= now_s and self._pacer is None:
+            sharing.append((self._share + self._bytes, joining.popleft()[1]))
+            self._look_ahead()
+            return False
+        if sharing:
+            self._share, flight = sharing.popleft()  # exactly there: the clock rounds
+        else:
+            flight = joining.popleft()[1]
         self.landed.append(flight)
         if flight.background:
             self._background_now -= 1
-        self.next_s = under_way[0][0] if under_way else float("inf")
         if self._urgent or self._queued:
             self._dispatch()
+        else:
+            self._look_ahead()
+        return True
+
+    def _grow(self, now_s: float) -> None:
+        """The share up to now."""
+        if self._sharing:
+            self._share += (now_s - self._since_s) * self._rates[len(self._sharing)]
+        self._since_s = now_s
+
+    def _look_ahead(self) -> None:
+        """Sets `next_s`."""
+        next_s = self._joining[0][0] if self._joining else float("inf")
+        if self._sharing:
+            left = self._sharing[0][0] - self._share
+            next_s = min(next_s, self._since_s + max(0.0, left) / self._rates[len(self._sharing)])
+        self.next_s = next_s
 
     def _dispatch(self) -> None:
         """Begin what can begin."""
-        urgent, queued, under_way = self._urgent, self._queued, self._under_way
-        while len(under_way) < self._concurrency:
+        urgent, queued, joining, sharing = self._urgent, self._queued, self._joining, self._sharing
+        begun = False
+        while len(joining) + len(sharing) < self._concurrency:
             if urgent:
                 flight = urgent.popleft()
                 if flight.begun:  # promoted after it had begun, or cancelled
@@ -157,10 +194,12 @@ class VirtualLink:
                 break
             flight.begun = True
             if self._pacer is not None:
-                ends_s = self._pacer.reserve(self._bytes, self.now_s)
+                joining.append((self._pacer.reserve(self._bytes, self.now_s), flight))
+            elif self._latency_s:
+                joining.append((self.now_s + self._latency_s, flight))
             else:
-                ends_s = self.now_s + self._service_s[len(under_way) + 1]
-            self._running_number += 1
-            heapq.heappush(under_way, (ends_s, self._running_number, flight))
-        if under_way:
-            self.next_s = under_way[0][0]
+                if not begun:
+                    self._grow(self.now_s)
+                    begun = True
+                sharing.append((self._share + self._bytes, flight))
+        self._look_ahead()
