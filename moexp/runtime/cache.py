@@ -21,8 +21,9 @@ class CachePolicy(Protocol):
     `keeps`: whether experts stay from one decoding cycle to the next. `spares_cycle`: whether a demand is to give up
     experts of its own cycle only when nothing else is left (so all but one that knows the future). `on_insert` is told
     of every expert that starts to come in, `on_demand` of every demand (for a miss: after `on_insert`), `on_drop` of
-    every expert that leaves. `victim` names the first expert, in the policy's order, that `allowed` accepts; it does
-    not drop it.
+    every expert that leaves; `begin_cycle` of every cycle. `victim` names the first expert, in the policy's order, that
+    `allowed` accepts; it does not drop it. `resting`: of the experts that came in or were demanded in this cycle,
+    `allowed` accepts none, so that a policy need not ask for them.
     """
 
     keeps: bool
@@ -34,7 +35,9 @@ class CachePolicy(Protocol):
 
     def on_drop(self, key: ExpertKey) -> None: ...
 
-    def victim(self, allowed: Callable[[ExpertKey], bool]) -> ExpertKey | None: ...
+    def begin_cycle(self) -> None: ...
+
+    def victim(self, allowed: Callable[[ExpertKey], bool], resting: bool = False) -> ExpertKey | None: ...
 
 
 class LeastRecent:
@@ -55,7 +58,10 @@ class LeastRecent:
     def on_drop(self, key: ExpertKey) -> None:
         self._order.pop(key, None)
 
-    def victim(self, allowed: Callable[[ExpertKey], bool]) -> ExpertKey | None:
+    def begin_cycle(self) -> None:
+        pass
+
+    def victim(self, allowed: Callable[[ExpertKey], bool], resting: bool = False) -> ExpertKey | None:
         for key in self._order:
             if allowed(key):
                 return key
@@ -80,46 +86,57 @@ class LeastFrequent:
 
     def __init__(self) -> None:
         self._demands: dict[ExpertKey, int] = {}
-        self._rank: dict[ExpertKey, tuple[int, int]] = {}  # of present experts: (demands, last touch)
-        # Every present expert at least once, perhaps under an older rank, and some that have left: put right when they
-        # come up. Ranks only grow, so nothing that should come up earlier is hidden.
-        self._heap: list[tuple[tuple[int, int], ExpertKey]] = []
-        self._touch = 0
+        # Present experts, in the order of their last touch: those of this cycle, and the others by their demands. What
+        # is touched in a cycle is touched again and again, and is not to be given up: it is put in its place later.
+        self._active: OrderedDict[ExpertKey, None] = OrderedDict()
+        self._resting: dict[int, dict[ExpertKey, None]] = {}
+        self._counts: list[int] = []  # heap of the keys of `_resting`
 
     def on_insert(self, key: ExpertKey) -> None:
-        self._touch += 1
-        self._rank[key] = (self._demands.get(key, 0), self._touch)
-        heapq.heappush(self._heap, (self._rank[key], key))
-        if len(self._heap) > 2 * len(self._rank) + 64:
-            self._heap = [(rank, present) for present, rank in self._rank.items()]
-            heapq.heapify(self._heap)
+        self._active[key] = None
 
     def on_demand(self, key: ExpertKey) -> None:
-        self._touch += 1
-        self._demands[key] = count = self._demands.get(key, 0) + 1
-        self._rank[key] = (count, self._touch)
+        count = self._demands.get(key, 0)
+        self._demands[key] = count + 1
+        if key in self._active:
+            self._active.move_to_end(key)
+        else:
+            del self._resting[count][key]
+            self._active[key] = None
 
     def on_drop(self, key: ExpertKey) -> None:
-        self._rank.pop(key, None)
+        if key in self._active:
+            del self._active[key]
+        else:
+            self._resting.get(self._demands.get(key, 0), {}).pop(key, None)
 
-    def victim(self, allowed: Callable[[ExpertKey], bool]) -> ExpertKey | None:
-        refused = []
-        found = None
-        while self._heap:
-            rank, key = self._heap[0]
-            now = self._rank.get(key)
-            if now is None:
-                heapq.heappop(self._heap)
-            elif rank < now:
-                heapq.heapreplace(self._heap, (now, key))
-            elif allowed(key):
-                found = key
-                break
-            else:
-                refused.append(heapq.heappop(self._heap))
-        for item in refused:
-            heapq.heappush(self._heap, item)
-        return found
+    def begin_cycle(self) -> None:
+        resting, demands = self._resting, self._demands
+        for key in self._active:
+            count = demands.get(key, 0)
+            group = resting.get(count)
+            if group is None:
+                group = resting[count] = {}
+                heapq.heappush(self._counts, count)
+            group[key] = None
+        self._active.clear()
+
+    def victim(self, allowed: Callable[[ExpertKey], bool], resting: bool = False) -> ExpertKey | None:
+        if not resting:
+            self.begin_cycle()  # each touch is later than all that rests, so this is their place at any time
+        counts = self._counts
+        while counts and not self._resting[counts[0]]:
+            del self._resting[heapq.heappop(counts)]
+        if not counts:
+            return None
+        for key in self._resting[counts[0]]:
+            if allowed(key):
+                return key
+        for count in sorted(counts)[1:]:
+            for key in self._resting[count]:
+                if allowed(key):
+                    return key
+        return None
 
 
 class LeastStale:
@@ -140,26 +157,58 @@ class LeastStale:
         self._layer = -1  # that was demanded last
         self._demanded: set[ExpertKey] = set()  # in the present pass
         self._last: dict[ExpertKey, int] = {}  # of present experts: pass of the last use
-        self._by_layer: dict[int, OrderedDict[ExpertKey, None]] = {}  # by last use, so by last pass too
+        # Present experts in the order of their last use (so by last pass too): those of this cycle, and the others by
+        # layer. The former are put in their place later, as in `LeastFrequent`.
+        self._active: OrderedDict[ExpertKey, None] = OrderedDict()
+        self._by_layer: dict[int, OrderedDict[ExpertKey, None]] = {}
+        # Of layers that were passed, (last pass of the first resting expert, layer), perhaps an earlier pass than now:
+        # put right when it comes up. Their experts are used later and later, so nothing is hidden.
+        self._passed: list[tuple[int, int]] = []
 
     def on_insert(self, key: ExpertKey) -> None:
         self._last[key] = self._pass
-        self._by_layer.setdefault(key[0], OrderedDict())[key] = None
+        self._active[key] = None
 
     def on_demand(self, key: ExpertKey) -> None:
-        if key[0] < self._layer or key in self._demanded:
+        layer = key[0]
+        if layer < self._layer or key in self._demanded:
             self._pass += 1
             self._demanded.clear()
-        self._layer = key[0]
+            self._passed.clear()
+            self._go_on(-1, layer)
+        elif layer > self._layer:
+            self._go_on(self._layer, layer)
+        self._layer = layer
         self._demanded.add(key)
         self._last[key] = self._pass
-        self._by_layer[key[0]].move_to_end(key)
+        if key in self._active:
+            self._active.move_to_end(key)
+        else:
+            del self._by_layer[layer][key]
+            self._active[key] = None
 
     def on_drop(self, key: ExpertKey) -> None:
         if self._last.pop(key, None) is not None:
-            del self._by_layer[key[0]][key]
+            if key in self._active:
+                del self._active[key]
+            else:
+                del self._by_layer[key[0]][key]
 
-    def victim(self, allowed: Callable[[ExpertKey], bool]) -> ExpertKey | None:
+    def begin_cycle(self) -> None:
+        by_layer, last = self._by_layer, self._last
+        for key in self._active:
+            layer = key[0]
+            keys = by_layer.get(layer)
+            if keys is None:
+                keys = by_layer[layer] = OrderedDict()
+            if not keys and layer <= self._layer:
+                heapq.heappush(self._passed, (last[key], layer))
+            keys[key] = None
+        self._active.clear()
+
+    def victim(self, allowed: Callable[[ExpertKey], bool], resting: bool = False) -> ExpertKey | None:
+        if not resting:
+            self.begin_cycle()
         # Within a layer they stand by rank already, so the layers are merged, and as few as possible are asked for.
         # Most often the very first will do, and it is in a layer that was passed.
         first = self._stalest_passed()
@@ -179,15 +228,27 @@ class LeastStale:
                 heapq.heapreplace(firsts, (*self._rank(following), following, place))
         return None
 
+    def _go_on(self, before: int, layer: int) -> None:
+        """Layers behind `before`, up to `layer`, are passed now."""
+        for number, keys in self._by_layer.items():
+            if before < number <= layer and keys:
+                heapq.heappush(self._passed, (self._last[next(iter(keys))], number))
+
     def _stalest_passed(self) -> ExpertKey | None:
-        found, oldest, of_layer = None, self._pass, -1
-        for layer, keys in self._by_layer.items():
-            if layer <= self._layer and keys:
-                key = next(iter(keys))
-                last = self._last[key]
-                if last < oldest or (last == oldest and layer < of_layer):
-                    found, oldest, of_layer = key, last, layer
-        return found
+        passed = self._passed
+        while passed:
+            found, layer = passed[0]
+            keys = self._by_layer[layer]
+            if not keys:
+                heapq.heappop(passed)
+                continue
+            key = next(iter(keys))
+            last = self._last[key]
+            if last != found:
+                heapq.heapreplace(passed, (last, layer))
+            else:
+                return key if last < self._pass else None
+        return None
 
     def _rank(self, key: ExpertKey) -> tuple[bool, bool, int, int]:
         layer, last = key[0], self._last[key]
@@ -221,7 +282,10 @@ class StaticHot:
         if self._present[place : place + 1] == [item]:
             del self._present[place]
 
-    def victim(self, allowed: Callable[[ExpertKey], bool]) -> ExpertKey | None:
+    def begin_cycle(self) -> None:
+        pass
+
+    def victim(self, allowed: Callable[[ExpertKey], bool], resting: bool = False) -> ExpertKey | None:
         return next((key for _, key in self._present if allowed(key)), None)
 
 

@@ -67,6 +67,7 @@ class Residency:
             self._cancel_layer(layer)
         self._cycle += 1
         self._touched = 0
+        self._policy.begin_cycle()
         if self._policy.keeps:
             return
         for entry in list(self.entries.values()):
@@ -231,7 +232,7 @@ class Residency:
             return entry.cycle != cycle and entry.ready and not entry.pins
 
         if self._touched < len(table) and (self._spares_cycle or not urgent):
-            key = self._policy.victim(stale)
+            key = self._policy.victim(stale, resting=True)
         if key is None and urgent:
 
             def idle(key: ExpertKey) -> bool:

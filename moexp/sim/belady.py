@@ -53,7 +53,10 @@ class Belady:
     def on_drop(self, key: ExpertKey) -> None:
         self._present.discard(key)
 
-    def victim(self, allowed: Callable[[ExpertKey], bool]) -> ExpertKey | None:
+    def begin_cycle(self) -> None:
+        pass
+
+    def victim(self, allowed: Callable[[ExpertKey], bool], resting: bool = False) -> ExpertKey | None:
         refused: list[tuple[int, ExpertKey]] = []
         found = None
         while self._heap and found is None:
