@@ -90,7 +90,22 @@ class TrainRecord:
     losses: dict[str, float] = field(default_factory=dict)
 
 
-Record = TypeVar("Record", StepRecord, RequestRecord, TrainRecord)
+@dataclass(frozen=True, slots=True)
+class ProbeRecord:
+    """A short measurement of the machine between two requests of a run, on text of its own.
+
+    place: requests of the run that were complete before it. kind: of a step, or "burst". took_s: all of it.
+    parts: of a step, seconds by part (`moexp.sim.stopwatch.StepTimes`), with `experts` and `rows`; of a burst, the
+    number of experts asked for at once -> seconds until all were there.
+    """
+
+    place: int
+    kind: str
+    took_s: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+Record = TypeVar("Record", StepRecord, RequestRecord, TrainRecord, ProbeRecord)
 
 
 class RecordWriter:
@@ -108,7 +123,7 @@ class RecordWriter:
             self._size = _whole_lines(self._fd)
             os.ftruncate(self._fd, self._size)
 
-    def write(self, record: StepRecord | RequestRecord | TrainRecord) -> None:
+    def write(self, record: StepRecord | RequestRecord | TrainRecord | ProbeRecord) -> None:
         """Adds one record. ValueError on a NaN or an infinity: a missing number is None."""
         line = (json.dumps(asdict(record), allow_nan=False, separators=(",", ":")) + "\n").encode()
         os.lseek(self._fd, self._size, os.SEEK_SET)

@@ -26,6 +26,7 @@ MEASURED, EMULATED, SIMULATED, PAPER = "measured", "emulated", "simulated", "pap
 
 SETTINGS, PROBE, PROVENANCE = "settings.json", "probe.json", "provenance.json"
 NEW_TOKENS = "new_tokens"  # in the settings: what a run with a time limit settled on, a prompt
+PROBES = "probes.jsonl"
 STEPS, REQUESTS = "steps.jsonl", "requests.jsonl"
 """Files of one platform's folder."""
 

@@ -13,6 +13,7 @@ from typing import Any
 from moexp import atomic
 from moexp.artifacts import opened_store
 from moexp.bench.platforms import Platform, probe, sample_bandwidth, store_section
+from moexp.bench.probing import RunProbe
 from moexp.bench.runner import (
     Job,
     PromptEngine,
@@ -67,8 +68,8 @@ def measure_on(
         base: the recipe's store, for its number of threads.
         draft_weights: folder of the draft experts.
         threads: torch's, for the records.
-        probed: the platform's probe, if it is known; by default it is probed here, and the disk sampled while the
-            methods run.
+        probed: the platform's probe, if it is known; by default it is probed here, and the disk sampled and steps
+            timed while the methods run.
         engines: gives each method its engine over the platform's store; by default one for all.
         batch: jobs decoded together.
         store: gives an open one of the platform's kind; by default one is opened and closed here.
@@ -105,6 +106,12 @@ def measure_on(
         opened = held.enter_context(opened_store(target, section)) if store is None else store()
         info = recording_info(target, opened, section, methods)
         recorder = held.enter_context(Recorder(place, info, done)) if batch == 1 else None
+        between = {}
+        if recorder is not None and probed is None and engines is None and platform.kind != "resident":
+            text = jobs[0].prompt_ids
+            between["between"] = held.enter_context(
+                RunProbe(target, opened, experts, text, place, bursts=not platform.paced)
+            )
         run_methods(
             PromptEngine(target, opened, draft_experts=experts) if engines is None else engines(opened),
             jobs,
@@ -121,6 +128,7 @@ def measure_on(
             batch=batch,
             recorder=recorder,
             after_prompt=lambda: None if probed else sample_link(platform, target, opened, known, place),
+            **between,
         )
     return True
 

@@ -4,8 +4,9 @@ Speed drifts from minute to minute, so methods are compared only where they took
 before any decodes the next, and the order rotates so that none always goes first.
 
 A platform's folder holds `settings.json` (what was measured), `steps.jsonl`, `requests.jsonl` and `routing.parquet`
-(what was asked of the store; not of batches). The request is the unit of resuming: its steps are written first and its
-record last, so a pair (prompt, method) is either complete or measured again.
+(what was asked of the store; not of batches), and `probes.jsonl` where the machine was probed on the way. The request
+is the unit of resuming: its steps are written first and its record last, so a pair (prompt, method) is either complete
+or measured again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from moexp import atomic
 from moexp.data import Prompt, load_prompts, render_chat
 from moexp.progress import stage
 from moexp.records import RecordWriter, RequestRecord, StepRecord, read_records
-from moexp.report import NEW_TOKENS, PROBE, PROVENANCE, REQUESTS, SETTINGS, STEPS
+from moexp.report import NEW_TOKENS, PROBE, PROBES, PROVENANCE, REQUESTS, SETTINGS, STEPS
 from moexp.runtime.decode import decode_all
 from moexp.runtime.decode_batch import decode_batch
 from moexp.runtime.forward import Engine
@@ -114,7 +115,7 @@ def begin_run(folder: Path, settings: dict[str, Any]) -> set[tuple[int, str]]:
     kept = dict(_read_settings(folder / SETTINGS) or {})
     kept.pop(NEW_TOKENS, None)
     if kept != settings:
-        for name in (SETTINGS, PROBE, PROVENANCE, STEPS, REQUESTS, ROUTING):
+        for name in (SETTINGS, PROBE, PROBES, PROVENANCE, STEPS, REQUESTS, ROUTING):
             if (folder / name).exists():
                 (folder / name).replace(folder / f"{name}.old")
         shutil.rmtree(folder / PARTS, ignore_errors=True)
@@ -178,6 +179,7 @@ def run_methods(
     warmup: Sequence[Job] = (),
     warmup_tokens: int = 8,
     after_prompt: Callable[[], None] = lambda: None,
+    between: Callable[[int], None] = lambda complete: None,
     batch: int = 1,
     recorder: Recorder | None = None,
     fit: Callable[[Sequence[RequestRecord]], int] | None = None,
@@ -190,6 +192,7 @@ def run_methods(
         done: pairs (request, method) to skip, as `begin_run` gives them.
         warmup: jobs decoded first, not counted, `warmup_tokens` each by every method.
         after_prompt: called whenever the methods are through with a prompt (or a batch of them).
+        between: called before each request (or batch) and after the last, with the number of complete ones.
         batch: jobs decoded together.
         recorder: given what every request asks of the store; not for batches.
         fit: given the warm-up's records, says how many new tokens a prompt gets in place of `max_new_tokens`.
@@ -229,6 +232,7 @@ def run_methods(
                 missing = [job.request for job in group if (job.request, method.label) not in done]
                 if not missing:
                     continue
+                between(len(done) + measured)
                 steps, records = _decode_group(engine_of(method), group, method, sampling, max_new_tokens, stop_ids)
                 prefill_s = records[0].prefill_s if prefill_s is None else prefill_s
                 for step in steps:
@@ -246,6 +250,7 @@ def run_methods(
                 advance(len(done) + measured, f"{method.label} {rate:.1f} tokens/s")
             if measured > before:
                 after_prompt()
+        between(len(done) + measured)
 
 
 def _decode_group(

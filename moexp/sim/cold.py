@@ -49,6 +49,13 @@ class ColdMachine:
         """See `Machine`."""
         return time_cycles(self, self._cycle, cycles)
 
+    def reprice(self, model: MachineModel) -> None:
+        """See `Machine`."""
+        self.model = model
+        self._steps.clear()
+        self._layers.clear()
+        self._bursts.clear()
+
     def close(self) -> None:
         """See `Machine`."""
 

@@ -83,6 +83,13 @@ class Machine:
         """Decode cycles, and say what each of them took and counted."""
         return time_cycles(self, self._cycle, cycles)
 
+    def reprice(self, model: MachineModel) -> None:
+        """From now on everything costs what another model says; slots and sizes are the same."""
+        self.model = model
+        self._steps.clear()
+        if self._store is not None:
+            self._store.link.reprice(model.link)
+
     def close(self) -> None:
         """End the run: whatever was prefetched and not used is wasted now."""
         if self._store is not None:

@@ -10,7 +10,7 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -73,12 +73,14 @@ def replay(
     recording: Recording,
     model: MachineModel,
     demands: Mapping[ExpertKey, float] | None = None,
+    prices: Callable[[int, str], MachineModel] | None = None,
 ) -> Cycles:
     """Predicts every decoding cycle of a recorded run.
 
     Args:
         model: what is simulated; the cache policy is the recording's.
         demands: the histogram of "static-hot".
+        prices: the machine as it was when a request was decoded by a method; None: always `model`.
     """
     info = recording.info
     table = key_table(info.geometry.layers, info.geometry.num_experts)
@@ -87,8 +89,15 @@ def replay(
         recorded = list(session)
         cycles = [make_cycle(table, one) for one in recorded]
         policy = cache_policy(info.store["policy"], cycles, demands)
-        with no_collection():
-            times = open_machine(model, policy, cycles).run_timed(cycles)
+        machine, begin = open_machine(model, policy, cycles), 0
+        times: list[CycleTimes] = []
+        for (request, method), mine in groupby(recorded, lambda one: (one.request, one.method)):
+            if prices is not None and request >= 0:
+                machine.reprice(prices(request, method))
+            end = begin + len(list(mine))
+            with no_collection():
+                times += machine.run_timed(cycles[begin:end])
+            begin = end
         for one, took in zip(recorded, times, strict=True):
             if one.request >= 0 and one.cycle >= 0:
                 found[one.request, one.method, one.cycle] = took

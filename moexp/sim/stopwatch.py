@@ -29,7 +29,8 @@ PARTS = ("attention", "moe", "shared", "draft", "routed")
 class StepTimes:
     """Microseconds of one kind of step: the whole, its parts over all layers, and the layer-experts it computed.
 
-    `draft` is of shared and draft experts together, which run as one block; `shared` of the shared ones alone.
+    `draft` is of shared and draft experts together, which run as one block; `shared` of the shared ones alone; `stall`
+    the part of `routed` that waited for experts.
     """
 
     total: float
@@ -39,6 +40,7 @@ class StepTimes:
     draft: float
     routed: float
     experts: float
+    stall: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ class TimedEngine(Engine):
 
     def timed_step(self, ids: Sequence[int], path: StepPath) -> StepTimes:
         """Runs a step and takes it back; what it took."""
-        length, demanded = self.length, self.store.counters.demanded
+        length, counters = self.length, self.store.counters
+        demanded, stalled_s = counters.demanded, counters.stall_s
         self.store.begin_cycle()
         self._spent = dict.fromkeys(PARTS, 0.0)
         begin_s = time.perf_counter()
@@ -92,7 +95,8 @@ class TimedEngine(Engine):
         spent, self._spent = self._spent, None
         self.rollback(length)
         parts = {part: seconds * 1e6 for part, seconds in spent.items()}
-        return StepTimes(total_s * 1e6, experts=self.store.counters.demanded - demanded, **parts)
+        stall = (counters.stall_s - stalled_s) * 1e6
+        return StepTimes(total_s * 1e6, experts=counters.demanded - demanded, stall=stall, **parts)
 
 
 def time_steps(

@@ -1,23 +1,26 @@
 """`moexp simulate --validate`: recorded runs replayed, and the times and counts of it held against the measured ones.
 
-Nothing is fitted to the run that is validated: computing is calibrated on the run folder's resident platform, the link
-on the probe that was taken beside the run. `time_error_loo` shows what a single factor would mend: the median of
-measured over simulated time of the other methods of the same run (leave one out).
+Nothing is fitted to the times that are validated. Computing and the link are those of the probes that were taken
+between the run's requests, each request priced with the nearest ones (`moexp.sim.prices`). A run without such probes is
+priced by the run folder's resident platform and the one probe at its beginning. `time_error_loo` shows what a single
+factor would mend: the median of measured over simulated time of the other methods of the same run (leave one out).
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from moexp import atomic, metrics
 from moexp.errors import MoexpError
-from moexp.records import RequestRecord, StepRecord, read_records
-from moexp.report import PROBE, REQUESTS, SETTINGS, STEPS, Row, View, read_json, text, to_csv, view_text
+from moexp.records import ProbeRecord, RequestRecord, StepRecord, read_records
+from moexp.report import PROBE, PROBES, REQUESTS, SETTINGS, STEPS, Row, View, read_json, text, to_csv, view_text
 from moexp.runtime.recording_file import ROUTING, Recording, read_recording
 from moexp.sim.fit import Fit, fit_steps, has_link, link_of
 from moexp.sim.machine import MachineModel
+from moexp.sim.prices import Prices
 from moexp.sim.replay import EXACT, Comparison, compare, replay
 
 RESIDENT = "resident"
@@ -73,7 +76,10 @@ def validate_platform(place: Path, fit: Fit, calibrated_on: str) -> list[Row]:
     """One platform's methods, each a row."""
     recording, steps = read_recording(place), complete_steps(place)
     probe, settings = read_json(place / PROBE) or {}, read_json(place / SETTINGS) or {}
-    found = compare(steps, replay(recording, machine_of(recording, fit, probe)))
+    model, prices = machine_of(recording, fit, probe), prices_of(place)
+    if prices is not None:
+        calibrated_on = "probes between the requests"
+    found = compare(steps, replay(recording, model, prices=priced(place, recording, model, prices)))
     by_method = {one.method: one for one in found}
     rows = []
     for one in found:
@@ -120,6 +126,33 @@ def machine_of(recording: Recording, fit: Fit, probe: dict[str, object]) -> Mach
     return MachineModel(link_of(store, probe), fit.costs(layers), store["moved_bytes"], store["capacity"])
 
 
+def prices_of(place: Path) -> Prices | None:
+    """The probes of a platform's run; None where there are none, or not of every kind."""
+    if not (place / PROBES).exists():
+        return None
+    prices = Prices(read_records(place / PROBES, ProbeRecord, resuming=True))
+    return prices if prices.complete else None
+
+
+def priced(
+    place: Path, recording: Recording, model: MachineModel, prices: Prices | None
+) -> Callable[[int, str], MachineModel] | None:
+    """`model` as it was around each request, by request and method."""
+    if prices is None:
+        return None
+    requests = read_records(place / REQUESTS, RequestRecord, resuming=True)
+    order = {(one.request, one.method): number for number, one in enumerate(requests)}
+    numbers = recording.info.geometry.layers
+    layers, moe_layers = max(numbers) + 1, len(numbers)
+
+    def at(request: int, method: str) -> MachineModel:
+        when = order.get((request, method), len(order))
+        link = prices.link(when, model.link, model.expert_bytes)
+        return replace(model, costs=prices.costs(when, layers, moe_layers), link=link)
+
+    return at
+
+
 def _speedups(one: Comparison, ar: Comparison | None) -> tuple[float | None, float | None]:
     """Tokens a second over AR's, measured and simulated."""
     if ar is None or one is ar:
@@ -161,8 +194,10 @@ def _markdown(name: str, rows: Sequence[Row], left_out: Sequence[str]) -> str:
     parts = [
         f"# The simulator against the runtime, `{name}`",
         view_text(View("", header, shown)),
-        "Each run is replayed from its recorded routing. Computing is calibrated on the resident run and the "
-        "platform's probe, the link on that probe alone; nothing is fitted to the times shown. Counters: demanded, "
+        "Each run is replayed from its recorded routing. Computing and the link are priced by the probes that were "
+        "taken between the run's requests, on text of their own: of a probe's steps only the computing counts, and the "
+        "link is that of bursts through an idle store. A run without probes is priced by the resident run and a probe "
+        "at its beginning. Nothing is fitted to the times shown. Counters: demanded, "
         "covered, missed, prefetched, used and wasted, equal in every cycle or the number of cycles in which they are "
         "not. LOO: the error that is left after one factor from the other methods of the run.",
         *([f"Left out, for nobody probed their link: {', '.join(left_out)}."] if left_out else []),

@@ -1,0 +1,118 @@
+"""What the machine gives beside a run: short steps, and bursts of transfers, through its own store between requests.
+
+Memory, disk and processor drift within minutes, so constants that a run is to be predicted by must come from beside it.
+Probes decode text of their own. Of a step, the parts that compute are kept apart from the waiting: what is predicted
+from them (`moexp.sim.prices`) takes the computing only, and the link from the bursts.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+from moexp.records import ProbeRecord, RecordWriter
+from moexp.report import PROBES
+from moexp.runtime.forward import AR, VERIFY, StepPath
+from moexp.runtime.store import ExpertStore
+from moexp.sim.prices import AR_STEP, BURST, DRAFT_MORE, DRAFT_ONE, VERIFY_STEP
+from moexp.sim.stopwatch import TimedEngine
+from moexp.target.draft_expert import DraftExperts
+from moexp.target.load import Target
+
+SHARE = 0.03
+"""Of a run's time, what its probes may take once each kind was taken."""
+DRAFTED = 3  # experts of the draft step that shows what an expert costs
+ROWS = 5  # of the verification: the papers' K = 4 and the pending token
+
+
+class RunProbe:
+    """Probes a run's store; a context manager.
+
+    Args:
+        target: the run's.
+        store: the run's, of a kind that keeps nothing between cycles.
+        draft_experts: as its engine has them.
+        text: token ids to decode.
+        folder: the platform's; `probes.jsonl` is continued.
+        bursts: whether the link is probed too (an emulated one is known).
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        store: ExpertStore,
+        draft_experts: DraftExperts,
+        text: Sequence[int],
+        folder: Path,
+        bursts: bool,
+    ) -> None:
+        self._engine = TimedEngine(target, store, draft_experts=draft_experts)
+        self._engine.start(len(text) + self._engine.block)
+        rows = list(text[:ROWS])
+        top_k = self._engine.spec.top_k
+        self._steps = {
+            DRAFT_ONE: (rows[:1], StepPath("draft", top_r=1, draft_experts=True)),
+            DRAFT_MORE: (rows[:1], StepPath("draft", top_r=min(DRAFTED, top_k))),
+            AR_STEP: (rows[:1], AR),
+            VERIFY_STEP: (rows, VERIFY),
+        }
+        self._random = random.Random(0)
+        sizes = {1, top_k, min(3 * top_k, target.spec.num_experts)}
+        self._sizes = sorted(sizes) if bursts else []
+        self._kinds = [*self._steps, *([BURST] if bursts else [])]
+        self._next, self._taken, self._cost_s = 0, dict[str, float](), 0.0
+        self._file = RecordWriter(folder / PROBES)
+        self._begin_s = time.perf_counter()
+
+    def __enter__(self) -> RunProbe:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    def __call__(self, place: int) -> None:
+        """Takes the probes whose turn it is, as many as there is time for: each kind at first, then a share."""
+        for _ in self._kinds:
+            kind = self._kinds[self._next % len(self._kinds)]
+            allowed_s = SHARE * (time.perf_counter() - self._begin_s)
+            if kind in self._taken and self._cost_s + self._taken[kind] > allowed_s:
+                return
+            self._next += 1
+            begin_s = time.perf_counter()
+            take = self._burst if kind == BURST else partial(self._step, kind)
+            if kind not in self._taken:
+                take()  # the first touches memory for the first time
+            parts = take()
+            self._taken[kind] = took_s = time.perf_counter() - begin_s
+            self._cost_s += took_s
+            self._file.write(ProbeRecord(place, kind, took_s, parts))
+
+    def _step(self, kind: str) -> dict[str, float]:
+        """Seconds of a step's parts."""
+        ids, path = self._steps[kind]
+        times = asdict(self._engine.timed_step(ids, path))
+        return {name: value if name == "experts" else value * 1e-6 for name, value in times.items()} | {
+            "rows": float(len(ids))
+        }
+
+    def _burst(self) -> dict[str, float]:
+        return {str(size): min(self._ask(size), self._ask(size)) for size in self._sizes}
+
+    def _ask(self, size: int) -> float:
+        """Seconds until so many experts of a layer are there, which nobody has asked for."""
+        store, spec = self._engine.store, self._engine.spec
+        layer = self._random.choice(list(spec.moe_layers))
+        keys = [(layer, expert) for expert in self._random.sample(range(spec.num_experts), size)]
+        store.begin_cycle()
+        begin_s = time.perf_counter()
+        ticket = store.request(keys, "ar")
+        for _ in store.arrivals(ticket):
+            pass
+        took_s = time.perf_counter() - begin_s
+        store.release(ticket)
+        store.begin_cycle()
+        return took_s

@@ -1,0 +1,116 @@
+"""What a run's machine cost and carried while a request was decoded, from the probes that were taken beside it.
+
+Of the steps that probes time, only what computes counts, never what waited; what the link carries comes from bursts
+through an idle store. Nothing is taken from the run's own times.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from moexp.records import ProbeRecord
+from moexp.sim.costs import ComputeCosts
+from moexp.sim.link import LinkModel
+
+DRAFT_ONE, DRAFT_MORE, AR_STEP, VERIFY_STEP, BURST = "draft-one", "draft-more", "ar", "verify", "burst"
+STEP_KINDS = (DRAFT_ONE, DRAFT_MORE, AR_STEP, VERIFY_STEP)
+NEAREST = 2  # probes of a kind before a request, and behind it
+
+Parts = Mapping[str, float]
+
+
+class Prices:
+    """The probes of a run, by where they were taken."""
+
+    def __init__(self, records: Iterable[ProbeRecord]) -> None:
+        self._by_kind: dict[str, list[ProbeRecord]] = defaultdict(list)
+        for record in sorted(records, key=lambda one: one.place):
+            self._by_kind[record.kind].append(record)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every kind of step was probed."""
+        return all(kind in self._by_kind for kind in STEP_KINDS)
+
+    def near(self, kind: str, place: int) -> dict[str, float]:
+        """Each part's median over the probes nearest to the request that was decoded after `place` others."""
+        records = self._by_kind[kind]
+        before = [one for one in records if one.place <= place][-NEAREST:]
+        behind = [one for one in records if one.place > place][:NEAREST]
+        return {
+            name: statistics.median(one.parts[name] for one in (*before, *behind))
+            for name in (*before, *behind)[0].parts
+        }
+
+    def costs(self, place: int, layers: int, moe_layers: int) -> ComputeCosts:
+        """Computing, as it was around a request; every kind of step must have been probed.
+
+        Args:
+            layers, moe_layers: decoder layers, and those of them with experts.
+        """
+        one, more, ar, verify = (self.near(kind, place) for kind in STEP_KINDS)
+        launch_s = _slope(_experts(ar, verify, moe_layers), [_ahead(step) / moe_layers for step in (ar, verify)])
+        block = _costs(ar, verify, layers, moe_layers, launch_s)
+        draft = _costs(one, more, layers, moe_layers, launch_s)
+        return replace(block, draft=draft)
+
+    def link(self, place: int, known: LinkModel, expert_bytes: int) -> LinkModel:
+        """`known`, with the rates of the bursts around a request, if there are any."""
+        if BURST not in self._by_kind:
+            return known
+        burst = {int(size): seconds for size, seconds in self.near(BURST, place).items()}
+        largest = max(burst)
+        together = largest * expert_bytes / burst[largest]
+        return replace(known, bandwidth_bytes_s=together, alone_bytes_s=expert_bytes / burst[min(burst)], latency_s=0.0)
+
+
+def _costs(few: Parts, many: Parts, layers: int, moe_layers: int, launch_s: float) -> ComputeCosts:
+    """Costs from two steps of one path, of which the second computes more experts, each of which has to come in.
+
+    Args:
+        launch_s: what launching a transfer adds to what precedes a layer's experts.
+    """
+    experts = _experts(few, many, moe_layers)
+    computed = [(step["routed"] - step["stall"]) / moe_layers for step in (few, many)]
+    expert_s = _slope(experts, computed)
+    once_s = computed[0] - experts[0] * expert_s  # bookkeeping of the layer
+    if not expert_s or once_s < 0:
+        expert_s, once_s = computed[1] / experts[1], 0.0
+    router_s = (few["moe"] - few["routed"] - few["shared"] - few["draft"]) / moe_layers
+
+    def resident_s(step: Parts, launched: float) -> float:
+        return max(0.0, _ahead(step) / moe_layers - launched * launch_s - router_s)
+
+    # A draft step with draft experts computes the shared ones in the same block: what they cost, another step says.
+    shared_s = resident_s(few, experts[0]) if not few["draft"] else resident_s(many, experts[1])
+    draft_expert_s = max(0.0, resident_s(few, experts[0]) - shared_s) if few["draft"] else 0.0
+    attention_s = statistics.fmean(step["attention"] for step in (few, many)) / layers
+    fixed_s = statistics.fmean(step["total"] - step["attention"] - step["moe"] for step in (few, many))
+    return ComputeCosts(
+        fixed_s=max(0.0, fixed_s),
+        attention_s=attention_s,
+        router_s=router_s + once_s,
+        shared_s=shared_s,
+        expert_s=expert_s,
+        draft_expert_s=draft_expert_s,
+        launch_s=launch_s,
+        dense_layers=layers - moe_layers,
+    )
+
+
+def _experts(few: Parts, many: Parts, moe_layers: int) -> list[float]:
+    """Experts a layer."""
+    return [step["experts"] / moe_layers for step in (few, many)]
+
+
+def _ahead(step: Parts) -> float:
+    """Of a step's MoE layers, everything but the experts: router, launching of transfers, resident compute."""
+    return step["moe"] - step["routed"]
+
+
+def _slope(at: list[float], values: list[float]) -> float:
+    """What each further expert adds; 0 where nothing is added."""
+    return max(0.0, (values[1] - values[0]) / (at[1] - at[0])) if at[1] > at[0] else 0.0
