@@ -19,11 +19,13 @@ from typer.testing import CliRunner
 
 from moexp import cli
 from moexp.artifacts import traced_demands
+from moexp.bench.draftexpert_tables import build_tables
 from moexp.errors import MoexpError
 from moexp.learn.trace_files import TraceGeometry, TraceManifest, TraceShard, expert_demands, read_trace, write_shard
 from moexp.metrics import expected_acceptance
 from moexp.recipe import list_recipes
 from moexp.records import RecordWriter, RequestRecord, StepRecord
+from moexp.report import to_csv
 from moexp.runtime.recording import Recorder
 from moexp.runtime.recording_file import RecordedPass, RecordingInfo, RoutingGeometry
 from moexp.schema import DecodeSection
@@ -86,7 +88,7 @@ def made_up_run(folder: Path, store: dict[str, Any], time_of: Any, *, prompts: i
                     steps.append(
                         StepRecord(
                             request, number, label, drafts, accepted, accepted + 1, [1] * (accepted + 1), draft_s,
-                            verify_s, draft_s + verify_s, [0.9, 0.6, 0.3][:drafts], unique_verify=union,
+                            verify_s, draft_s + verify_s, [0.9, 0.6, 0.3, 0.2][:drafts], unique_verify=union,
                         )
                     )  # fmt: skip
                 recorder.keep(request, "chat", label, steps)
@@ -125,6 +127,46 @@ def trace(tmp_path: Path) -> Path:
     manifest.complete = True
     manifest.save(folder)
     return folder
+
+
+# --- DraftExpert's tables ---
+
+
+def test_tables_have_the_papers_platforms_simulated_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    named = {"ar": AR, "top-1": TOP_1, "top-2": TOP_2, "draft-expert fixed": DRAFTS}
+    monkeypatch.setattr(sys.modules[__name__], "METHODS", named)
+    monkeypatch.setattr(sys.modules[__name__], "K", 4)
+    made_up_run(tmp_path / "resident", RESIDENT_STORE, resident_times)
+    full = {"drafter": "draft-expert", "max_draft": 7, "policy": "confidence-expansion", "tau": 0.5, "budget": 4,
+            "prefetch": True, "prefetch_top": None, "prefetch_inline": True, "name": "draft-expert full"}  # fmt: skip
+    made_up_run(tmp_path / "local-disk", DISK, resident_times, prompts=1)
+    (tmp_path / "local-disk" / "settings.json").write_text(json.dumps({"tag": "measured", "methods": [full]}))
+    target = {"name": "tiny", "platforms": ["local-disk"], "top_k": TOP_K}
+    (tmp_path / "target.json").write_text(json.dumps(target))
+    tables = {table.number: table for table in build_tables(tmp_path, samples=20)}
+    rows = {number: [row for row in table.rows if row["tag"] == "simulated"] for number, table in tables.items()}
+    for table in tables.values():
+        to_csv(table.columns, table.rows)  # every row fits its columns
+    assert {row["platform"] for row in rows[2]} == {row["platform"] for row in rows[4]} == {"cg", "mn"}
+    assert {row["target"] for row in rows[2]} == {"tiny as DeepSeek-V2-Lite"}
+    cg = {str(row["method"]): row for row in rows[2] if row["platform"] == "cg"}
+    assert list(cg) == ["ar", "top-1", "top-2", "draft-expert fixed", "draft-expert"]
+    assert cg["draft-expert"]["settings"] == "K=4 tau=0.5 B=4 prefetch"
+    assert cg["draft-expert fixed"]["speedup"] == pytest.approx(
+        float(cg["draft-expert fixed"]["tokens_per_s"] or 0) / float(cg["ar"]["tokens_per_s"] or 0)
+    )
+    # each top-2 draft token loads more than a top-1 one
+    costs = {str(row["drafter"]): float(row["cost"] or 0) for row in rows[3] if row["platform"] == "cg"}
+    assert costs["top-1"] == 1 and costs["top-2"] > 1
+    verified = {str(row["policy"]): row for row in rows[4] if row["platform"] == "cg"}
+    assert verified["ar"]["verify_cost"] == verified["ar"]["cycle_cost"] == 1
+    step = verified["fixed"]
+    assert float(step["alpha"] or 0) / float(step["cycle_cost"] or 1) == pytest.approx(
+        cg["draft-expert fixed"]["speedup"]
+    )
+    assert any("Simulated" in view.title for view in tables[4].views)
+    (tmp_path / "resident" / "routing.parquet").unlink()
+    assert not [row for table in build_tables(tmp_path, samples=20) for row in table.rows if row["tag"] == "simulated"]
 
 
 # --- fits ---

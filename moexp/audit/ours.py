@@ -81,7 +81,7 @@ def throughput(sheets: Sheets) -> list[Line]:
         if row.text("workload") == "mean":
             mine = [r for r in rows if r is not row and r.text("method") == row.text("method")
                     and r.text("platform") == row.text("platform")]  # fmt: skip
-            for column in ("tokens_per_s", "alpha"):
+            for column in ("tokens_per_s", "alpha") if mine else ():
                 each = [r.input(column) for r in mine]
                 pooled = row.input(column)
                 lowest += row_line(row, PLACE, "min over workloads", lambda *v: min(v), each, pooled, EXACT,

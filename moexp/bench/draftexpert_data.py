@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moexp import metrics
 from moexp.bench.rows import Bootstrapped
 from moexp.metrics import Interval, Ratio
 from moexp.papers import Paper
 from moexp.report import PAPER, Measured, Row, Table, View, load_measured, read_json, text
+
+if TYPE_CHECKING:
+    from moexp.bench.draftexpert_simulated import SimulatedRun
 
 AR, FIXED, TRUNCATED, FULL = "ar", "draft-expert fixed", "draft-expert confidence-expansion", "draft-expert full"
 TOP_R = {1: "top-1", 2: "top-2", 3: "top-3"}
@@ -48,6 +52,7 @@ class Run(Bootstrapped):
         ablation: table 5's decoding; its settings hold what the rows reached on held-out text.
         draft: the trained draft experts' metrics on held-out text.
         samples: of the bootstrap.
+        folder: where all of it lies.
     """
 
     target: dict[str, Any]
@@ -56,6 +61,14 @@ class Run(Bootstrapped):
     ablation: Measured | None = None
     draft: dict[str, Any] = field(default_factory=dict)
     samples: int = 2000
+    folder: Path | None = None
+
+    @cached_property
+    def simulated(self) -> list[SimulatedRun]:
+        """The paper's platforms, simulated from what the folder's resident run recorded."""
+        from moexp.bench.draftexpert_simulated import simulate_run
+
+        return [] if self.folder is None else simulate_run(self.folder, self.platforms)
 
 
 def load_run(folder: Path, samples: int = 2000) -> Run:
@@ -70,6 +83,7 @@ def load_run(folder: Path, samples: int = 2000) -> Run:
         ablation=load_measured(folder / ABLATION),
         draft=(read_json(folder / DRAFT_METRICS) or {}).get("metrics", {}),
         samples=samples,
+        folder=folder,
     )
 
 

@@ -18,6 +18,7 @@ from moexp.bench.draftexpert_data import (
     paper_view,
     say_missing,
 )
+from moexp.bench.draftexpert_simulated import NOTE, beside_paper, draft_rows
 from moexp.bench.rows import with_ends
 from moexp.metrics import Interval, Ratio
 from moexp.papers import Paper
@@ -72,6 +73,11 @@ def table_3(run: Run, paper: Paper) -> Table:
                 ],
             ),
         ]
+    simulated = draft_rows(run, counts)
+    if simulated:
+        table.rows += simulated
+        table.views.append(beside_paper(3, simulated, ["unique_draft", "acceptance", "cost"]))
+        table.notes.append(NOTE)
     add_paper(table, paper)
     header = ["target", "drafter", "unique", "acceptance"]
     table.views.append(paper_by_platform(table, ["target", "drafter"], ["unique_draft", "acceptance"], "cost", header))

@@ -22,6 +22,7 @@ from moexp.bench.draftexpert_data import (
     say_missing,
     settings_text,
 )
+from moexp.bench.draftexpert_simulated import NOTE, beside_paper, throughput_rows, verify_rows
 from moexp.bench.rows import Arms, rate, with_ends
 from moexp.metrics import Interval, Ratio
 from moexp.papers import Paper
@@ -50,6 +51,11 @@ def table_2(run: Run, paper: Paper) -> Table:
     ]
     for platform in run.platforms:
         _table_2_platform(table, run, platform)
+    simulated = throughput_rows(run)
+    if simulated:
+        table.rows += simulated
+        table.views.append(beside_paper(2, simulated, ["tokens_per_s", "speedup"]))
+        table.notes.append(NOTE)
     add_paper(table, paper, workload="mean")
     header = ["target", "platform", "method", "tokens/s", "speedup"]
     table.views.append(paper_view(table, header, ["target", "platform", "method", "tokens_per_s", "speedup"]))
@@ -263,6 +269,11 @@ def table_4(run: Run, paper: Paper) -> Table:
                 ],
             )
         )
+    simulated = verify_rows(run)
+    if simulated:
+        table.rows += simulated
+        table.views.append(beside_paper(4, simulated, ["verify_cost", "prefetch_hit"]))
+        table.notes.append(NOTE)
     add_paper(table, paper)
     shared, header = ["prefetch_hit", "prefetch_waste"], ["target", "policy", "hit", "waste"]
     table.views.append(paper_by_platform(table, ["target", "policy"], shared, "verify_cost", header))
