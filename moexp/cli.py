@@ -265,6 +265,19 @@ def bench(
     _say_files(files, show=numbers is not None and len(numbers) == 1)
 
 
+@command(app, "cache-budgets", "moexp cache-budgets --recipe pocket --prompts 1")
+def cache_budgets(
+    recipe: RecipeOption = "pocket",
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts to decode.")] = 2,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="New tokens a prompt.")] = 16,
+    changes: SetOption = None,
+) -> None:
+    """Measure every cache policy at budgets from none to all experts, and simulate the same."""
+    from moexp.bench.budgets_table import run_budgets
+
+    _say_files(run_budgets(load(recipe, changes), prompts, tokens), show=True)
+
+
 @command(app, "tune", "moexp tune --recipe pocket")
 def tune(recipe: RecipeOption = "pocket", changes: SetOption = None, out: OutOption = None) -> None:
     """Choose K, tau, B and how much is prefetched, on prompts that no table uses."""

@@ -1,0 +1,63 @@
+"""`moexp cache-budgets`: every policy and budget measured on disk, and the replay's counts beside."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from moexp import cli
+from moexp.bench.budgets import POLICIES, all_budgets
+from moexp.bench.budgets_table import FOLDER
+from moexp.recipe import load_recipe
+from moexp.report import REQUESTS, run_folder
+
+pytestmark = pytest.mark.e2e
+
+
+def run(*words: str) -> None:
+    shown = CliRunner().invoke(cli.app, [*words, "--recipe", "tiny"])
+    assert shown.exit_code == 0, shown.output
+
+
+def test_all_budgets_are_measured_and_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for stage in ("build-target", "trace-routing", "train-draft-expert"):
+        run(stage)
+    run("cache-budgets", "--prompts", "2", "--tokens", "6")
+    results = tmp_path / "results" / "tiny"
+    with open(results / "cache_budgets.csv", encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 2 * (1 + 4 * len(POLICIES)) and {row["tag"] for row in rows} == {"measured", "simulated"}
+    for measured, simulated in zip(rows[::2], rows[1::2], strict=True):
+        cold = measured["policy"] == "none"
+        if measured["method"] == "ar" or cold:
+            assert measured["counters"] == "equal", measured
+            same = ("demanded", "hits", "missed", "bytes_per_token")[: 4 if measured["method"] == "ar" else 3]
+            assert [measured[name] for name in same] == [simulated[name] for name in same]
+        assert float(measured["tokens_per_s"]) > 0 and float(simulated["tokens_per_s"]) > 0
+
+    def missed(policy: str, percent: str) -> int:
+        (found,) = [
+            row for row in rows[::2] if (row["policy"], row["budget_percent"], row["method"]) == (policy, percent, "ar")
+        ]
+        return int(found["missed"])
+
+    for policy in POLICIES:  # with room for all, only what the prompt never used is brought in, and once
+        assert missed(policy, "100") < missed(policy, "10") <= missed("none", "0")
+    assert len({missed(policy, "100") for policy in POLICIES}) == 1
+    for kind in ("png", "svg", "csv"):
+        assert (results / f"figure_cache_budgets.{kind}").stat().st_size > 0
+
+    folder = run_folder(load_recipe("tiny")) / FOLDER
+    before = {budget.name: (folder / budget.name / REQUESTS).read_text() for budget in all_budgets()}
+    table = (results / "cache_budgets.csv").read_text()
+    lines = before["lru-50"].splitlines(keepends=True)
+    (folder / "lru-25" / REQUESTS).write_text("".join(before["lru-25"].splitlines(keepends=True)[:-1]))  # cut off
+    run("cache-budgets", "--prompts", "2", "--tokens", "6")
+    after = {budget.name: (folder / budget.name / REQUESTS).read_text() for budget in all_budgets()}
+    assert {name for name in after if after[name] != before[name]} <= {"lru-25"}
+    assert len(after["lru-25"].splitlines()) == len(lines)
+    assert (results / "cache_budgets.csv").read_text().count("equal") == table.count("equal")
