@@ -108,7 +108,7 @@ def measure_budgets(
             if budget not in begun:
                 keep_provenance(place, sampling.seed)
                 begun.add(budget)
-            for method in missing:
+            for method in missing if place_of_job % 2 == 0 else missing[::-1]:
                 with opened_store(target, section) as store:
                     info = recording_info(target, store, section, methods)
                     done = begin_run(place, settings)
