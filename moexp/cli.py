@@ -13,25 +13,20 @@ To add a command:
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
-from typer.core import TyperGroup
 
 from moexp import __version__
-from moexp.errors import MoexpError
+from moexp.cli_group import CommandGroup
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from moexp.recipe import Recipe
-
-USER_ERROR = 2
-INTERRUPTED = 130  # what a shell reports for SIGINT
 
 RecipeOption = Annotated[
     str, typer.Option("--recipe", "-r", metavar="NAME|PATH", help="A shipped recipe's name, or a YAML file.")
@@ -48,25 +43,9 @@ OutOption = Annotated[
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class _Group(TyperGroup):
-    """Ends every command's mistakes and interruptions in one line instead of a traceback."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except MoexpError as error:
-            line = " ".join(str(error).split())
-            typer.echo(f"moexp: error: {line}", err=True)
-            raise typer.Exit(USER_ERROR) from error
-        except KeyboardInterrupt as error:
-            again = shlex.join(["moexp", *sys.argv[1:]])
-            typer.echo(f"\ninterrupted; finished work is kept. To resume, run again: {again}", err=True)
-            raise typer.Exit(INTERRUPTED) from error
-
-
 app = typer.Typer(
     name="moexp",
-    cls=_Group,
+    cls=CommandGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,

@@ -8,9 +8,13 @@ import ctypes
 import ctypes.util
 import os
 import sys
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from moexp import ranks
 from moexp.errors import MoexpError
+
+if TYPE_CHECKING:
+    import torch
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -19,7 +23,7 @@ KEEP_BYTES = 1 << 30
 
 
 def prepare(threads: int = 0) -> int:
-    """Sets torch's threads (0: one a core) and stops glibc from returning large blocks to the system; returns the
+    """Sets torch's threads (0: one a core, shared among the processes of a run) and stops glibc from returning large blocks to the system; returns the
     threads.
 
     A training step on a CPU allocates the same few hundred megabytes again and again; handing them back each time
@@ -37,7 +41,7 @@ def prepare(threads: int = 0) -> int:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-    count = threads or os.cpu_count() or 1
+    count = threads or max(1, (os.cpu_count() or 1) // ranks.local_world())
     torch.set_num_threads(count)
     return count
 
@@ -65,3 +69,26 @@ def pick_device(wanted: Device, store: str) -> str:
     if wanted == "cuda":
         raise MoexpError("no CUDA device, or a torch built without CUDA", where="device", valid="cpu, auto")
     return "cpu"
+
+
+def training_device(wanted: Device) -> torch.device:
+    """Where a target with all its experts is trained on, traced and measured: the CPU, or this process's own GPU.
+
+    Args:
+        wanted: the recipe's `device`; "auto" is a GPU where there is one for every process of the machine.
+
+    Raises:
+        MoexpError: a GPU is asked for and there is none, or fewer than processes.
+    """
+    import torch
+
+    there = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
+    if there > ranks.local_rank() and there >= ranks.local_world():
+        device = torch.device("cuda", ranks.local_rank())
+        torch.cuda.set_device(device)
+        return device
+    if wanted == "cuda":
+        valid = f"--nproc-per-node up to {there}, device=cpu" if there else "cpu, auto"
+        what = f"{there} GPUs for {ranks.local_world()} processes" if there else "no CUDA device, or a torch built without CUDA"
+        raise MoexpError(what, where="device", valid=valid)
+    return torch.device("cpu")

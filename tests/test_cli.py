@@ -116,7 +116,7 @@ def test_version_and_no_arguments():
 
 
 def app_with(function: Any) -> typer.Typer:
-    app = typer.Typer(cls=cli._Group)
+    app = typer.Typer(cls=cli.CommandGroup)
     app.callback()(lambda: None)
     cli.command(app, "run", "moexp run")(function)
     return app

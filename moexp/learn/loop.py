@@ -1,6 +1,7 @@
 """One training loop: deterministic batches, a warm-up and cosine schedule, checkpoints that resume exactly.
 
-A batch is a pure function of (seed, step), so the data position needs no state. Checkpoints are safetensors
+A batch is a pure function of (seed, step), so the data position needs no state, and a run that several processes share
+(`moexp/ranks.py`) goes on with any other number of them: each takes its share of a batch's rows. Checkpoints are safetensors
 (parameters and what the optimiser keeps of each) beside a JSON header, written atomically; nothing is pickled.
 """
 
@@ -22,11 +23,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from .. import ranks
 from ..atomic import new_folder, recover_folder
 from ..errors import MoexpError
 from .optimizers import STATE, OptimizerName, Optimizers
 
 Metrics = dict[str, float]
+REPEATED_S = 5.0  # a launcher passes on the Ctrl-C that its processes have had already
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,15 @@ def batch_rows(total: int, size: int, step: int, seed: int) -> Tensor:
     return order[place * size : (place + 1) * size]
 
 
+def own_rows(total: int, size: int, step: int, seed: int) -> Tensor:
+    """This process's share of `batch_rows`.
+
+    Raises:
+        MoexpError: the batch cannot be dealt evenly to the processes of this run.
+    """
+    return ranks.share(batch_rows(total, size, step, seed))
+
+
 def train(
     named: dict[str, nn.Parameter],
     schedule: Schedule,
@@ -89,6 +101,11 @@ def train(
 
     Ctrl-C takes effect at the end of a step, with a checkpoint; a second one takes effect at once, without.
 
+    Where several processes share the run, `step_fn` computes the mean over its own share of the batch; gradients are
+    averaged in the order of ranks, so that all replicas stay equal to the bit, and metrics are averaged too. The
+    result equals that of one process but for the order in which a batch's rows are summed: not bitwise, because one
+    matrix product adds up all its rows in an order of its own. Rank 0 alone saves; Ctrl-C in one process stops all.
+
     Raises:
         MoexpError: the checkpoint belongs to another run.
     """
@@ -96,19 +113,21 @@ def train(
     updates = Optimizers(named, scales, optimizer, betas)
     extra = extra or {}
     step, before_s = (0, 0.0) if checkpoint is None else _resume(checkpoint, updates, extra, identity)
+    ranks.take_main([*named.values(), *extra.values()])
     started = saved = time.monotonic()
 
     def elapsed_s() -> float:
         return before_s + time.monotonic() - started
 
     def save() -> None:
-        if checkpoint is not None:
+        if checkpoint is not None and ranks.is_main():
             _save(checkpoint, updates, extra, step, elapsed_s(), identity)
+        ranks.barrier()
 
     with _interrupt_noted() as interrupted:
-        while step < schedule.steps and schedule.progress(step, elapsed_s()) < 1.0:
-            rate = schedule.rate(step, elapsed_s())
-            metrics = step_fn(step)
+        while step < schedule.steps and schedule.progress(step, now_s := ranks.from_main(elapsed_s())) < 1.0:
+            rate = schedule.rate(step, now_s)
+            metrics = _joined(named, step_fn(step))
             norm = float(nn.utils.clip_grad_norm_(named.values(), clip))
             if math.isfinite(norm):  # a batch that overflows is dropped, not learned from
                 updates.step(rate)
@@ -116,26 +135,47 @@ def train(
             after_step(step)
             step += 1
             on_step(step, {**metrics, "lr": rate, "grad_norm": norm, "elapsed_s": elapsed_s()})
-            if interrupted():
+            if ranks.any_of(interrupted()):
                 save()
                 raise KeyboardInterrupt
-            if time.monotonic() - saved > checkpoint_every_s:
+            if ranks.from_main(time.monotonic() - saved > checkpoint_every_s):
                 save()
                 saved = time.monotonic()
     return step
+
+
+def _joined(named: Mapping[str, nn.Parameter], metrics: Metrics) -> Metrics:
+    """Averages the gradients over the processes in place; gives the mean of their metrics."""
+    if ranks.world() == 1:
+        return metrics
+    made = {name for name, parameter in named.items() if parameter.grad is not None}
+    parts = ranks.gathered((metrics, made))
+    wanted = [name for name in named if any(name in each for _, each in parts)]
+    grads = [_gradient(named[name]) for name in wanted]
+    ranks.average(grads)
+    return {name: sum(each[name] for each, _ in parts) / len(parts) for name in metrics}
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient; zeros where this process's rows gave none but another's did."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 @contextmanager
 def _interrupt_noted() -> Iterator[Callable[[], bool]]:
     """Inside, a first Ctrl-C is only noted: cut in half, an update would be neither done nor undone."""
     before = signal.getsignal(signal.SIGINT)
-    noted = False
+    noted: float | None = None
 
     def note(number: int, frame: object) -> None:
         nonlocal noted
-        if noted:
+        if noted is not None:
+            if ranks.world() > 1 and time.monotonic() - noted < REPEATED_S:
+                return
             raise KeyboardInterrupt
-        noted = True
+        noted = time.monotonic()
         print("\nstopping after this step (Ctrl-C again: at once)", file=sys.stderr)
 
     # Only the main thread may do this, and who runs us in the background may have it ignored.
@@ -143,7 +183,7 @@ def _interrupt_noted() -> Iterator[Callable[[], bool]]:
     if mine:
         signal.signal(signal.SIGINT, note)
     try:
-        yield lambda: noted
+        yield lambda: noted is not None
     finally:
         if mine:
             signal.signal(signal.SIGINT, before)
@@ -175,7 +215,7 @@ def _resume(
     extra: Mapping[str, Tensor],
     identity: str,
 ) -> tuple[int, float]:
-    recover_folder(folder)
+    ranks.on_main(lambda: recover_folder(folder))
     if not (folder / "state.json").exists():
         return 0, 0.0
     header = json.loads((folder / "state.json").read_text())
