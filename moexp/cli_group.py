@@ -60,5 +60,7 @@ def _last_words(run: ranks.Run, line: str) -> None:
 
 
 def _to_resume() -> str:
-    start = ["moexp"] if ranks.world() == 1 else ["torchrun", "--nproc-per-node", str(ranks.local_world()), "-m", "moexp"]
+    start = (
+        ["moexp"] if ranks.world() == 1 else ["torchrun", "--nproc-per-node", str(ranks.local_world()), "-m", "moexp"]
+    )
     return f"To resume, run again: {shlex.join([*start, *sys.argv[1:]])}"

@@ -23,8 +23,8 @@ KEEP_BYTES = 1 << 30
 
 
 def prepare(threads: int = 0) -> int:
-    """Sets torch's threads (0: one a core, shared among the processes of a run) and stops glibc from returning large blocks to the system; returns the
-    threads.
+    """Sets torch's threads (0: one a core, shared out among the processes of a run) and stops glibc from returning large
+    blocks to the system; returns the threads.
 
     A training step on a CPU allocates the same few hundred megabytes again and again; handing them back each time
     costs a page fault per 4 KB, which measured as half of a distillation step.
@@ -89,6 +89,10 @@ def training_device(wanted: Device) -> torch.device:
         return device
     if wanted == "cuda":
         valid = f"--nproc-per-node up to {there}, device=cpu" if there else "cpu, auto"
-        what = f"{there} GPUs for {ranks.local_world()} processes" if there else "no CUDA device, or a torch built without CUDA"
+        what = (
+            f"{there} GPUs for {ranks.local_world()} processes"
+            if there
+            else "no CUDA device, or a torch built without CUDA"
+        )
         raise MoexpError(what, where="device", valid=valid)
     return torch.device("cpu")

@@ -4,7 +4,8 @@
 
 Every rank has a replica of the frozen target and takes its share of each batch's rows. Rank 0 alone writes files that
 others read, shows progress and prints. In a single process every function here gives back what it was given, so that
-callers need not ask. No other module knows torch.distributed. gloo carries what is in host memory, NCCL what is on GPUs.
+callers need not ask. No other module knows torch.distributed. gloo carries what is in host memory, NCCL what is in
+that of GPUs.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +25,8 @@ if TYPE_CHECKING:  # commands that train nothing start without torch
     from torch import Tensor
 
 T = TypeVar("T")
+
+_alone: ContextVar[bool] = ContextVar("moexp_alone", default=False)  # inside `on_main`
 
 PATIENCE = timedelta(days=2)
 """How long a rank waits for the others: rank 0 may measure for hours. One that ended is noticed at once."""
@@ -50,6 +54,8 @@ def local_world() -> int:
 
 def world() -> int:
     """How many processes work together."""
+    if _alone.get():
+        return 1
     dist = sys.modules.get("torch.distributed")
     return int(dist.get_world_size()) if dist is not None and dist.is_available() and dist.is_initialized() else 1
 
@@ -153,8 +159,16 @@ def from_main(value: T) -> T:
 
 
 def on_main(work: Callable[[], T]) -> T:
-    """What `work` returns on rank 0, which alone does it; the others wait."""
-    value: Any = work() if is_main() else None
+    """What `work` returns on rank 0, which alone does it, as in a single process; the others wait."""
+    if world() == 1:
+        return work()
+    value: Any = None
+    if is_main():
+        before = _alone.set(True)
+        try:
+            value = work()
+        finally:
+            _alone.reset(before)
     return from_main(value)
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from moexp import artifacts
+from moexp import artifacts, ranks
 from moexp.atomic import write_json
 from moexp.compute import prepare
 from moexp.errors import MoexpError
@@ -125,7 +126,7 @@ def train_stage(recipe: Recipe, console: Console) -> Path:
 
     begin(recipe)
     target, folder = artifacts.find_target(recipe), artifacts.draft_folder(recipe)
-    if (folder / HEADER).exists():
+    if ranks.on_main((folder / HEADER).exists):
         header = _kept(read_header(folder), target, folder, "draft experts of another target are there", console)
         metrics = header["metrics"]
     else:
@@ -164,7 +165,7 @@ def predictor_stage(recipe: Recipe, console: Console) -> Path:
 
     begin(recipe)
     target, folder = artifacts.find_target(recipe), artifacts.predictor_folder(recipe)
-    if (folder / HEADER).exists():
+    if ranks.on_main((folder / HEADER).exists):
         _kept(read_header(folder), target, folder, "a predictor of another target is there", console)
     else:
         traced, text, made = artifacts.predictor_recipe(recipe), recipe.predictor.text, collect_provenance(recipe.seed)
@@ -173,7 +174,7 @@ def predictor_stage(recipe: Recipe, console: Console) -> Path:
         train_predictor(recipe, target, report.trace, folder, cache=artifacts.source_cache(), provenance=made)
     header = read_header(folder)
     console.print(predictor_table(header["metrics"]))
-    for file in write_predictor_summary(results_folder(recipe), recipe.name, header):
+    for file in ranks.on_main(partial(write_predictor_summary, results_folder(recipe), recipe.name, header)):
         console.print(str(file), soft_wrap=True, highlight=False)
     console.print(f"predictor: {folder}", soft_wrap=True, highlight=False)
     return folder
@@ -193,10 +194,10 @@ def drafter_stage(recipe: Recipe, console: Console) -> Path:
     if recipe.head.kind == "gto":
         eagle = artifacts.with_head(recipe, "eagle3")
         start = artifacts.head_folder(eagle)
-        if not (start / eagle_files.HEADER).exists():
+        if not ranks.on_main((start / eagle_files.HEADER).exists):
             drafter_stage(eagle, console)
     file = folder / (mtp_files.HEADER if recipe.head.kind == "mtp" else eagle_files.HEADER)
-    if file.exists():
+    if ranks.on_main(file.exists):
         header = _kept(json.loads(file.read_text()), target, folder, "a head of another target is there", console)
         metrics = header["metrics"]
     else:

@@ -87,9 +87,9 @@ def write_streams(
             on_step(rows * (position + 1))
             if position + 1 < length:
                 logits_BV = model(
-                    input_ids=tokens_BL[:, position : position + 1],
+                    input_ids=tokens_BL[:, position : position + 1].to(model.device),
                     cache=cache,
-                    position_ids=torch.full((rows, 1), position),
+                    position_ids=torch.full((rows, 1), position, device=model.device),
                 ).logits[:, -1]
                 sampled = _sample(logits_BV, temperature_B, generator).tolist()
     return Streams(tokens=tokens_BL, written=written_BL)
@@ -166,6 +166,7 @@ class _Writer:
 def _sample(logits_BV: Tensor, temperature_B: Tensor, generator: torch.Generator) -> Tensor:
     """One token a row: a Gumbel draw among the `CANDIDATES` likeliest (temperature 0: the argmax)."""
     scores_BC, ids_BC = logits_BV.topk(CANDIDATES, dim=-1)
+    scores_BC, ids_BC = scores_BC.cpu(), ids_BC.cpu()  # where the generator is
     noise_BC = torch.empty_like(scores_BC, dtype=torch.float32).exponential_(generator=generator).log().neg()
     best_B1 = (scores_BC.float() + temperature_B[:, None] * noise_BC).argmax(dim=-1, keepdim=True)
     return ids_BC.gather(1, best_B1).squeeze(1)

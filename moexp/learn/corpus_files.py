@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .. import ranks
 from ..atomic import new_folder
 from ..errors import MoexpError
 from ..progress import stage
@@ -97,7 +98,8 @@ def write_corpus(
     author: str,
     seed: int,
 ) -> list[Path]:
-    """Lets `model` write `section.tokens` tokens into `folder`, one subfolder a batch; finished batches are kept.
+    """Lets `model` write `section.tokens` tokens into `folder`, one subfolder a batch; finished batches are kept. The
+    processes of a run take batches in turn.
 
     Returns:
         the batches' files, in order: the same for the same section and seed, whatever else lies in `folder`.
@@ -107,7 +109,7 @@ def write_corpus(
     _, _, end_id = chat_frame(tokenizer)
     stop_ids = frozenset({end_id, *tokenizer.all_special_ids})
     with stage(f"Text by the {author} model", batches * per_batch) as advance:
-        for batch in range(batches):
+        for batch in range(ranks.rank(), batches, ranks.world()):
             place = folder / f"{batch:03d}"
             if place.exists():
                 continue
@@ -126,4 +128,5 @@ def write_corpus(
             streams = write_streams(model, lines, settings, stop_ids=stop_ids, end_id=end_id, on_step=on_step)
             with new_folder(place) as into:
                 save_rows(into / "rows.parquet", streams.tokens, tokenizer, author)
+        ranks.barrier()
     return [folder / f"{batch:03d}" / "rows.parquet" for batch in range(batches)]

@@ -22,7 +22,7 @@ from transformers import DynamicCache
 from ..target.draft_expert import DraftExperts
 from .draft_path import DraftPath
 from .kd import logit_loss
-from .loop import Metrics, Schedule, batch_rows, train
+from .loop import Metrics, Schedule, own_rows, train
 from .masked import gated_matrices
 from .optimizers import OptimizerName
 
@@ -111,7 +111,8 @@ def _train(
 
 def _warmup_step(path: DraftPath, corpus_NL: Tensor, settings: DistillSettings) -> Callable[[int], Metrics]:
     def step_fn(step: int) -> Metrics:
-        rows_BL = corpus_NL[batch_rows(len(corpus_NL), settings.warmup_rows, step, settings.seed)].long()
+        rows = own_rows(len(corpus_NL), settings.warmup_rows, step, settings.seed)
+        rows_BL = corpus_NL[rows].long().to(path.model.device)
         path.warming = []
         with torch.no_grad():
             path.model.model(input_ids=rows_BL, use_cache=False)
@@ -127,19 +128,20 @@ def _main_step(path: DraftPath, corpus_NL: Tensor, settings: DistillSettings) ->
     layers = len(path.spec.moe_layers)
 
     def step_fn(step: int) -> Metrics:
-        rows_BL = corpus_NL[batch_rows(len(corpus_NL), settings.rows, step, settings.seed + 1)].long()
+        rows = own_rows(len(corpus_NL), settings.rows, step, settings.seed + 1)
+        rows_BL = corpus_NL[rows].long().to(model.device)
         cache = DynamicCache(config=model.config)
         with torch.no_grad(), path.recording("all" if weights.residual else "routing"):
             target_TH = model.model(input_ids=rows_BL, cache=cache, use_cache=True).last_hidden_state.flatten(0, 1)
-        with path.drafting(losses=True) as sums, torch.autocast("cpu", dtype=torch.bfloat16):
+        with path.drafting(losses=True) as sums, torch.autocast(model.device.type, dtype=torch.bfloat16):
             if settings.context == "teacher-kv":
                 length = rows_BL.shape[1]
                 offset = int(torch.randint(settings.block, (), generator=torch.Generator().manual_seed(step)))
                 draft = model.model(
                     input_ids=rows_BL,
                     cache=cache,
-                    attention_mask=teacher_kv_mask(length, settings.block, offset),
-                    position_ids=torch.arange(length)[None],
+                    attention_mask=teacher_kv_mask(length, settings.block, offset).to(model.device),
+                    position_ids=torch.arange(length, device=model.device)[None],
                 )
             else:
                 draft = model.model(input_ids=rows_BL, use_cache=False)
@@ -194,7 +196,7 @@ def start_from_neurons(path: DraftPath, experts: DraftExperts, rows_BL: Tensor) 
         for layer in experts.layers
     ]
     try:
-        path.model.model(input_ids=rows_BL.long(), use_cache=False)
+        path.model.model(input_ids=rows_BL.long().to(path.model.device), use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
@@ -205,7 +207,8 @@ def start_from_neurons(path: DraftPath, experts: DraftExperts, rows_BL: Tensor) 
         weight_Tk, order_Tk = weight_Tk.sort(dim=-1, descending=True, stable=True)
         weight_Tk[:, 0] = 0.0  # the top-1 expert is already there
         index_Tk = index_Tk.gather(1, order_Tk)
-        gates_TE = torch.zeros(len(hidden_TH), path.spec.num_experts).scatter(1, index_Tk, weight_Tk.float())
+        gates_TE = weight_Tk.new_zeros(len(hidden_TH), path.spec.num_experts, dtype=torch.float32)
+        gates_TE.scatter_(1, index_Tk, weight_Tk.float())
         energy_EI, factor_EI = [], []
         for expert in range(path.spec.num_experts):
             gate_TI, up_TI = F.linear(hidden_TH, gate_up_EJH[expert]).float().chunk(2, dim=-1)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from .. import ranks
 from ..target.draft_expert import DraftExperts
 from ..target.families import Family, family_of
 from ..target.spec import MoESpec
@@ -66,7 +67,8 @@ def relative_error(made_TH: Tensor, wanted_TH: Tensor) -> Tensor:
     wanted_TH = wanted_TH.float()
     power_T = wanted_TH.square().sum(-1)
     error_T = (made_TH.float() - wanted_TH).square().sum(-1)
-    return (error_T / (power_T + power_T.median() + 1e-12)).mean() * 2
+    median = ranks.concatenated(power_T).median()
+    return (error_T / (power_T + median + 1e-12)).mean() * 2
 
 
 class DraftPath:
@@ -111,7 +113,7 @@ class DraftPath:
     @contextmanager
     def drafting(self, losses: bool = False) -> Iterator[LayerLosses]:
         """Passes inside take the draft path; with `losses`, each block adds to the sums against `self.teacher`."""
-        zero = torch.zeros(())
+        zero = torch.zeros((), device=self.model.device)
         sums = LayerLosses(zero, zero.clone())
         self.mode, self.losses = "draft", sums if losses else None
         try:
@@ -164,7 +166,7 @@ class DraftPath:
     def _warm_up(self, errors: list[float], layer: int, hidden_TH: Tensor, residual_TH: Tensor) -> None:
         """One layer's share of the residual warm-up: learn m* from the target's own hidden states, backward at once."""
         assert self.experts is not None
-        with torch.enable_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.enable_grad(), torch.autocast(hidden_TH.device.type, dtype=torch.bfloat16):
             made_TH = self.experts.forward_layer(layer, hidden_TH.detach())
             error = relative_error(made_TH, residual_TH)
             error.backward()

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .. import ranks
 from ..errors import MoexpError
 from ..target.eagle_head import EagleHead
 from ..target.mtp_head import MtpHead
 from .chains import Chains, Seen, TargetPass, tokens_at_step
 from .head_loss import Teacher, head_loss, read_teacher
-from .loop import Metrics, Schedule, batch_rows, train
+from .loop import Metrics, Schedule, own_rows, train
 from .optimizers import OptimizerName
 
 OnStep = Callable[[int, Metrics], None]
@@ -77,7 +78,8 @@ def train_eagle(
     target = TargetPass(model, head.feature_layers)
 
     def step_fn(step: int) -> Metrics:
-        rows_BL = corpus_NL[batch_rows(len(corpus_NL), settings.rows, step, settings.seed)].long()
+        rows = own_rows(len(corpus_NL), settings.rows, step, settings.seed)
+        rows_BL = corpus_NL[rows].long().to(model.device)
         seen = target(rows_BL)
         with head_autocast(model, settings.autocast):
             chains = Chains(head, rows_BL, seen.features_BLF)
@@ -140,8 +142,9 @@ def eagle_loss(
             states_TH = head.norm(walk.hidden[:, :live]).flatten(0, 1)
         wanted = teacher.rows(flat_BL[:, step + 1 : step + 1 + live].flatten())
         result = head_loss(states_TH, head.lm_head.weight, wanted, dtype=_product_dtype(model, settings))
-        loss = loss + settings.decay**step * result.loss / max(1, result.inside)
-        kl += result.kl / max(1, result.inside) / settings.steps
+        inside = max(1, ranks.mean(result.inside))
+        loss = loss + settings.decay**step * result.loss / inside
+        kl += result.kl / inside / settings.steps
         metrics[f"acceptance_{step + 1}"] = result.match / result.tokens
         metrics[f"overlap_{step + 1}"] = result.overlap / result.tokens
     return loss, {"loss": float(loss.detach()), "kl": kl, **metrics}
@@ -167,7 +170,7 @@ def measure_eagle(
     target = TargetPass(model, head.feature_layers)
     settings = HeadSettings(Schedule(0, 0.0), steps=steps, decay=1.0, autocast=head.fc.weight.dtype != torch.float32)
     sums: Metrics = {}
-    for rows_BL in rows_NL.long().split(batch):
+    for rows_BL in rows_NL.long().to(model.device).split(batch):
         seen = target(rows_BL)
         with head_autocast(model, settings.autocast):
             chains = Chains(head, rows_BL, seen.features_BLF)

@@ -27,7 +27,7 @@ from ..target.eagle_head import EagleHead
 from .chains import Chains, Seen, TargetPass
 from .draft_tree import accepted_paths, grow_trees, read_target, tree_rewards
 from .eagle import HeadSettings, OnStep, eagle_loss, head_autocast, train_head
-from .loop import Metrics, batch_rows
+from .loop import Metrics, own_rows
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,8 @@ def train_gto(
     target = TargetPass(model, head.feature_layers)
 
     def step_fn(step: int) -> Metrics:
-        rows_BL = corpus_NL[batch_rows(len(corpus_NL), settings.rows, step, settings.seed)].long()
+        rows = own_rows(len(corpus_NL), settings.rows, step, settings.seed)
+        rows_BL = corpus_NL[rows].long().to(model.device)
         cache = DynamicCache(config=model.config)
         seen = target(rows_BL, cache)
         with head_autocast(model, settings.autocast):

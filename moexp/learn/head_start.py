@@ -49,7 +49,7 @@ def start_by_least_squares(head: EagleHead | MtpHead, model: PreTrainedModel, ro
     base: Any = model.model
     norm_H = base.norm.weight.float()
     gram_FF, cross_FH = None, None
-    for rows_BL in rows_NL.long().split(batch):
+    for rows_BL in rows_NL.long().to(model.device).split(batch):
         seen = target(rows_BL)
         inputs_TF = seen_by(rows_BL, seen.features_BLF)
         wanted_TH = (seen.final_BLH[:, SKIPPED + 1 :].float() / norm_H).flatten(0, 1)
@@ -57,7 +57,7 @@ def start_by_least_squares(head: EagleHead | MtpHead, model: PreTrainedModel, ro
         cross_FH = inputs_TF.T @ wanted_TH + (0.0 if cross_FH is None else cross_FH)
     assert gram_FF is not None and cross_FH is not None
     ridge = RIDGE * gram_FF.diagonal().mean()
-    solved_FH = torch.linalg.solve(gram_FF + ridge * torch.eye(len(gram_FF)), cross_FH)
+    solved_FH = torch.linalg.solve(gram_FF + ridge * torch.eye(len(gram_FF), device=gram_FF.device), cross_FH)
     if isinstance(head, EagleHead):
         states = 3 * head.config.target_hidden
         head.fc.weight.copy_(solved_FH[:states].T)
@@ -124,7 +124,9 @@ def _carry_embedding(head: EagleHead, wanted_HH: Tensor) -> None:
         attention.v_proj.weight[number * width : number * width + used, :hidden] = (left_HR[:, places] * root_R).T
         attention.o_proj.weight[:, query : query + used] = right_RH[places].T * root_R
         # The same projection of the embedding asks and answers: a position's match with itself is far above others'.
-        same_WH = torch.linalg.qr(torch.randn(hidden, width, generator=generator)).Q.T * SHARPNESS
+        same_WH = (torch.linalg.qr(torch.randn(hidden, width, generator=generator)).Q.T * SHARPNESS).to(
+            wanted_HH.device
+        )
         for projection, rows in ((attention.k_proj, keys), (attention.q_proj, slice(query, query + width))):
             projection.weight[rows] = 0.0
             projection.weight[rows, :hidden] = same_WH

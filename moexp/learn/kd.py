@@ -47,15 +47,15 @@ class _FusedLogitLoss(torch.autograd.Function):
         temperature: float,
     ) -> tuple[Tensor, Tensor]:
         gradient_TH = torch.empty_like(student_TH)
-        loss = torch.zeros((), dtype=torch.float32)
-        sums = torch.zeros(3, dtype=torch.float64)
+        loss = torch.zeros((), dtype=torch.float32, device=student_TH.device)
+        sums = torch.zeros(3, dtype=torch.float64, device=student_TH.device)
         for start in range(0, student_TH.shape[0], CHUNK):
             part = slice(start, start + CHUNK)
             student_CV = F.linear(student_TH[part], student_head_VH).float()
             teacher_CV = F.linear(teacher_TH[part], teacher_head_VH).float()
             q_CV, log_z_student_C, guess_C = _softmax(student_CV)
             p_CV, log_z_teacher_C, target_C = _softmax(teacher_CV)
-            row_C = torch.arange(len(target_C))
+            row_C = torch.arange(len(target_C), device=target_C.device)
             nll = (log_z_student_C - student_CV[row_C, target_C]).sum()
             # sum p (log p - log q) = sum p (t - s) - log Z_t + log Z_s
             gap_C = torch.einsum("cv,cv->c", p_CV, teacher_CV - student_CV)
@@ -88,7 +88,7 @@ def _softmax(logits_CV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Probabilities [C, V], log of the normaliser [C] and argmax [C] (the lowest index on ties)."""
     p_CV = logits_CV.softmax(-1)
     best_C = logits_CV.argmax(-1)
-    row_C = torch.arange(len(best_C))
+    row_C = torch.arange(len(best_C), device=best_C.device)
     return p_CV, logits_CV[row_C, best_C] - p_CV[row_C, best_C].log(), best_C
 
 

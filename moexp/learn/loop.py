@@ -1,8 +1,9 @@
 """One training loop: deterministic batches, a warm-up and cosine schedule, checkpoints that resume exactly.
 
 A batch is a pure function of (seed, step), so the data position needs no state, and a run that several processes share
-(`moexp/ranks.py`) goes on with any other number of them: each takes its share of a batch's rows. Checkpoints are safetensors
-(parameters and what the optimiser keeps of each) beside a JSON header, written atomically; nothing is pickled.
+(`moexp/ranks.py`) goes on with any other number of them: each takes its share of a batch's rows. Checkpoints are
+safetensors (parameters and what the optimiser keeps of each) beside a JSON header, written atomically; nothing is
+pickled.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def measure_agreement(path: DraftPath, rows_NL: Tensor, batch: int = 8) -> Agree
     k = path.spec.top_k
     tokens = agree = 0
     kl = overlap = 0.0
-    for rows_BL in rows_NL.long().split(batch):
+    for rows_BL in rows_NL.long().to(path.model.device).split(batch):
         with path.recording("routing") as teacher:
             target_TH = path.model.model(input_ids=rows_BL, use_cache=False).last_hidden_state.flatten(0, 1)
         path.predicted = {}
@@ -69,7 +69,7 @@ def measure_agreement(path: DraftPath, rows_NL: Tensor, batch: int = 8) -> Agree
 def held_contexts(path: DraftPath, rows_NL: Tensor, starts: list[int]) -> DynamicCache:
     """The target's keys and values of the rows, as far as `measure_acceptance` needs them; all drafters share them."""
     cache = DynamicCache(config=path.model.config)
-    path.model.model(input_ids=rows_NL[:, : max(starts) - 1].long(), cache=cache)
+    path.model.model(input_ids=rows_NL[:, : max(starts) - 1].long().to(path.model.device), cache=cache)
     return cache
 
 
@@ -92,10 +92,11 @@ def measure_acceptance(
     unions_verify: list[Tensor] = []
     whole = contexts or held_contexts(path, rows_NL, starts)
     for start in starts:
-        last_N1 = rows_NL[:, start - 1 : start].long()
+        last_N1 = rows_NL[:, start - 1 : start].long().to(model.device)
         fed, drafts = last_N1, []
         cache = _first_positions(whole, start - 1)
-        union_draft = torch.zeros(len(fed), len(path.spec.moe_layers), path.spec.num_experts, dtype=torch.bool)
+        shape = (len(fed), len(path.spec.moe_layers), path.spec.num_experts)
+        union_draft = torch.zeros(shape, dtype=torch.bool, device=model.device)
         for _ in range(draft_length):
             path.predicted = {}
             with path.drafting():
@@ -146,6 +147,6 @@ def _chosen(path: DraftPath, layer: int, router_logits_TE: Tensor) -> Tensor:
 
 def _overlap(a_Tk: Tensor, b_Tk: Tensor, experts: int) -> float:
     """Mean size of the intersection of two sets of expert ids a token."""
-    one_TE = torch.zeros(a_Tk.shape[0], experts, dtype=torch.bool).scatter_(1, a_Tk, True)
-    two_TE = torch.zeros(b_Tk.shape[0], experts, dtype=torch.bool).scatter_(1, b_Tk, True)
+    one_TE = torch.zeros(a_Tk.shape[0], experts, dtype=torch.bool, device=a_Tk.device).scatter_(1, a_Tk, True)
+    two_TE = torch.zeros(b_Tk.shape[0], experts, dtype=torch.bool, device=b_Tk.device).scatter_(1, b_Tk, True)
     return float((one_TE & two_TE).sum(-1).float().mean())

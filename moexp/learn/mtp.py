@@ -19,7 +19,7 @@ from ..target.mtp_head import MtpHead
 from .chains import Chains, Seen, TargetPass, tokens_at_step
 from .eagle import HeadSettings, OnStep, head_autocast, train_head
 from .kd import logit_loss
-from .loop import Metrics, Schedule, batch_rows
+from .loop import Metrics, Schedule, own_rows
 
 
 def train_mtp(
@@ -41,7 +41,8 @@ def train_mtp(
     target = TargetPass(model, head.feature_layers)
 
     def step_fn(step: int) -> Metrics:
-        rows_BL = corpus_NL[batch_rows(len(corpus_NL), settings.rows, step, settings.seed)].long()
+        rows = own_rows(len(corpus_NL), settings.rows, step, settings.seed)
+        rows_BL = corpus_NL[rows].long().to(model.device)
         loss, metrics = mtp_loss(head, rows_BL, target(rows_BL), model, settings, token_weight)
         loss.backward()
         return metrics
@@ -96,7 +97,7 @@ def measure_mtp(head: MtpHead, model: PreTrainedModel, rows_NL: Tensor, *, steps
     low = head.eh_proj.weight.dtype != torch.float32
     settings = HeadSettings(Schedule(0, 0.0), steps=steps, decay=1.0, autocast=low)
     sums: Metrics = {}
-    for rows_BL in rows_NL.long().split(batch):
+    for rows_BL in rows_NL.long().to(model.device).split(batch):
         _, metrics = mtp_loss(head, rows_BL, target(rows_BL), model, settings, 0.0)
         for name, value in metrics.items():
             sums[name] = sums.get(name, 0.0) + value * len(rows_BL) / len(rows_NL)

@@ -16,11 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .. import ranks
 from ..atomic import new_folder, recover_folder
+from ..compute import training_device
 from ..progress import note_of, stage
 from ..recipe import Recipe
 from .corpus_files import tokenizer_id
-from .loop import Metrics, Schedule, batch_rows, train
+from .loop import Metrics, Schedule, own_rows, train
 from .optimizers import OptimizerName
 from .predictor_backbone import open_backbone
 from .predictor_baselines import baseline_hits
@@ -67,9 +69,9 @@ def evaluate(
     model.eval()
     hits_L = torch.zeros(len(rows.geometry.layers), dtype=torch.int64)
     for begin in range(0, len(chosen), batch):
-        part = batch_of(rows, chosen[begin : begin + batch])
+        part = batch_of(rows, chosen[begin : begin + batch]).to(model.device)
         logits_PLE = routing_logits(model, part.ids_BT, part.live_BT, dtype)
-        hits_L += overlap_hits(top_experts(logits_PLE, rows.geometry.top_k), part.experts_PLk)
+        hits_L += overlap_hits(top_experts(logits_PLE, rows.geometry.top_k), part.experts_PLk).cpu()
     return hits_L.numpy()
 
 
@@ -139,7 +141,8 @@ def fit(
 ) -> int:
     """Trains in place; returns the steps taken. `log` receives a record a probe.
 
-    A step depends on its number alone (rows and dropout), so that a resumed run ends with the same weights.
+    A step depends on its number alone (rows and dropout), so that a resumed run ends with the same weights. Each of
+    several processes drops out by masks of its own, so a run they share equals one process's only without dropout.
     """
     rows, top_k = lesson.rows, lesson.rows.geometry.top_k
     probe_R = lesson.probe_R
@@ -147,11 +150,11 @@ def fit(
 
     def step_fn(step: int) -> Metrics:
         model.train()
-        torch.manual_seed(lesson.seed * 1_000_003 + step)
-        chosen = lesson.train_R[batch_rows(len(lesson.train_R), lesson.batch, step, lesson.seed).numpy()]
-        part = batch_of(rows, chosen)
+        torch.manual_seed(lesson.seed * 1_000_003 + step + ranks.rank() * 1_000_000_007)
+        chosen = lesson.train_R[own_rows(len(lesson.train_R), lesson.batch, step, lesson.seed).numpy()]
+        part = batch_of(rows, chosen).to(model.device)
         logits_PLE = routing_logits(model, part.ids_BT, part.live_BT, lesson.dtype)
-        loss = routing_loss(logits_PLE, part.experts_PLk) / part.experts_PLk[..., 0].numel()
+        loss = routing_loss(logits_PLE, part.experts_PLk) / ranks.mean(part.experts_PLk[..., 0].numel())
         loss.backward()
         return {"loss": float(loss.detach())}
 
@@ -159,6 +162,8 @@ def fit(
 
         def on_step(step: int, metrics: Metrics) -> None:
             note.update(metrics)
+            if not ranks.is_main():
+                return
             if step % PROBE_EVERY == 0 or step == lesson.schedule.steps:
                 hits_L = evaluate(model, rows, probe_R, batch=lesson.batch, dtype=lesson.dtype)
                 note["overlap"] = overlap(hits_L, lesson.tokens(probe_R), top_k)
@@ -230,10 +235,14 @@ def train_predictor(
         trace.geometry,
         context=section.context,
         dropout=section.dropout,
-    )
-    recover_folder(work / "state")
-    if not (work / "state").exists():
-        shutil.rmtree(work, ignore_errors=True)  # checkpoints of a run that left no state to resume from
+    ).to(training_device(recipe.device))
+
+    def clean() -> None:
+        recover_folder(work / "state")
+        if not (work / "state").exists():
+            shutil.rmtree(work, ignore_errors=True)  # checkpoints of a run that left no state to resume from
+
+    ranks.on_main(clean)
     levels = LevelKeeper(work / "levels", identity)
     log: list[dict[str, Any]] = []
     steps = fit(
@@ -244,33 +253,37 @@ def train_predictor(
         identity=f"{identity}:{trace.manifest.identity}:{recipe.digest('predictor', 'seed')}",
         log=log,
     )
-    model.cast(torch.bfloat16).cast(torch.float32)  # measured as it is saved
-    with stage("Measure on held-out samples", None):
-        metrics = _measure(model, lesson)
-        metrics["levels"] = {}
-        for name in levels.kept():
-            kept = load_predictor(levels.folder / name, identity, embedding_VD)
-            hits_L = evaluate(kept, rows, lesson.held_R, batch=lesson.batch, dtype=lesson.dtype)
-            metrics["levels"][name] = overlap(hits_L, metrics["tokens"], rows.geometry.top_k)
-    details = {
-        "tokenizer": tokenizer_id(load_tokenizer(target)),
-        "metrics": metrics,
-        "training": {
-            "tokens": lesson.tokens(lesson.train_R),
-            "steps": steps,
-            "last": log[-1] if log else None,
-            "trace": trace.manifest.identity,
-            "parameters": sum(parameter.numel() for parameter in model.trainable().values()),
-        },
-        "recipe": json.loads(section.model_dump_json()),
-        "provenance": provenance,
-    }
-    with new_folder(out) as temp:
-        for name in levels.kept():
-            shutil.copytree(levels.folder / name, temp / name)
-        write_predictor(temp, model, identity, details)
-    shutil.rmtree(work, ignore_errors=True)
-    return metrics
+
+    def finish() -> dict[str, Any]:
+        model.cast(torch.bfloat16).cast(torch.float32)  # measured as it is saved
+        with stage("Measure on held-out samples", None):
+            metrics = _measure(model, lesson)
+            metrics["levels"] = {}
+            for name in levels.kept():
+                kept = load_predictor(levels.folder / name, identity, embedding_VD)
+                hits_L = evaluate(kept, rows, lesson.held_R, batch=lesson.batch, dtype=lesson.dtype)
+                metrics["levels"][name] = overlap(hits_L, metrics["tokens"], rows.geometry.top_k)
+        details = {
+            "tokenizer": tokenizer_id(load_tokenizer(target)),
+            "metrics": metrics,
+            "training": {
+                "tokens": lesson.tokens(lesson.train_R),
+                "steps": steps,
+                "last": log[-1] if log else None,
+                "trace": trace.manifest.identity,
+                "parameters": sum(parameter.numel() for parameter in model.trainable().values()),
+            },
+            "recipe": json.loads(section.model_dump_json()),
+            "provenance": provenance,
+        }
+        with new_folder(out) as temp:
+            for name in levels.kept():
+                shutil.copytree(levels.folder / name, temp / name)
+            write_predictor(temp, model, identity, details)
+        shutil.rmtree(work, ignore_errors=True)
+        return metrics
+
+    return ranks.on_main(finish)
 
 
 def _measure(model: RoutingPredictor, lesson: Lesson) -> dict[str, Any]:

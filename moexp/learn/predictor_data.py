@@ -55,6 +55,10 @@ class RoutingBatch:
     live_BT: Tensor
     experts_PLk: Tensor
 
+    def to(self, device: torch.device) -> RoutingBatch:
+        """The same where a predictor is."""
+        return RoutingBatch(self.ids_BT.to(device), self.live_BT.to(device), self.experts_PLk.to(device))
+
 
 def read_rows(trace: Trace, context: int, vocab: int) -> RoutingRows:
     """All of a trace, cut into rows of at most `context` tokens.

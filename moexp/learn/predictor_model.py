@@ -73,6 +73,11 @@ class RoutingPredictor(nn.Module):
             if fitted_HD is not None:
                 self.project.weight.data.copy_(fitted_HD)
 
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.project.weight.device
+
     def hidden(
         self,
         ids_BT: Tensor,

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from .. import ranks
 from ..atomic import write_text
+from ..compute import training_device
 from ..data import load_texts
 from ..errors import MoexpError
 from ..progress import stage
@@ -81,19 +84,25 @@ def trace_routing(
         MoexpError: `out` holds another trace, or one over other text; no text; a disk that is full.
     """
     manifest = _manifest(recipe, target, text, provenance)
-    found = read_manifest(out) if (out / MANIFEST).exists() else None
+    found = ranks.on_main(lambda: read_manifest(out) if (out / MANIFEST).exists() else None)
     if found is not None and found.identity != manifest.identity:
         raise MoexpError("another trace is there", where=str(out), valid="its own settings, or another --out")
     speed = None
-    if found is None or not found.complete or any(shard_problem(out, entry) for entry in found.shards):
+    if ranks.on_main(
+        lambda: found is None or not found.complete or any(shard_problem(out, entry) for entry in found.shards)
+    ):
         speed = _write(recipe, target, out, work, text, manifest, found.shards if found else [])
     trace = read_trace(out, manifest.target)
-    with stage("Expert load, union growth", None):
-        load = expert_load(trace.shards(), trace.geometry)
-        growth = union_growth(trace.shards(), trace.geometry)
-    write_text(out / LOAD_TABLE, load_csv(load, trace.geometry))
-    write_text(out / UNION_TABLE, growth_csv(growth))
-    return TraceReport(trace, load, growth, speed)
+
+    def tables() -> tuple[ExpertLoad, UnionGrowth]:
+        with stage("Expert load, union growth", None):
+            load = expert_load(trace.shards(), trace.geometry)
+            growth = union_growth(trace.shards(), trace.geometry)
+        write_text(out / LOAD_TABLE, load_csv(load, trace.geometry))
+        write_text(out / UNION_TABLE, growth_csv(growth))
+        return load, growth
+
+    return TraceReport(trace, *ranks.on_main(tables), speed)
 
 
 def _manifest(recipe: Recipe, target: Path, text: str | None, provenance: dict[str, Any]) -> TraceManifest:
@@ -131,6 +140,7 @@ def _write(
     refuse_packed(target)
     with stage("Load the target", None):
         model = AutoModelForCausalLM.from_pretrained(target, dtype=getattr(torch, recipe.target.dtype)).eval()
+        model.to(training_device(recipe.device))
         tokenizer = load_tokenizer(target)
     samples = limited(_samples(recipe, model, tokenizer, text, work), section.sequence_length, section.tokens)
     # After the corpus: what the model writes must not depend on how it is run here.
@@ -145,19 +155,20 @@ def _write(
             if entry is not None and entry.text != text_hash(tokens):
                 what = "the text is not the one that was traced before"
                 raise MoexpError(what, where=str(out), valid="another --out")
-            if entry is None or shard_problem(out, entry):
+            if ranks.from_main(entry is None or bool(shard_problem(out, entry))):
                 begin_s = time.perf_counter()
                 shard = trace_samples(model, part, section, first)
                 seconds, traced = seconds + time.perf_counter() - begin_s, traced + len(tokens)
-                entry = write_shard(out, number, shard, manifest)
+                entry = ranks.on_main(partial(write_shard, out, number, shard, manifest))
+            assert entry is not None
             first += len(part)
             manifest.shards.append(entry)
-            manifest.save(out)
+            ranks.on_main(partial(manifest.save, out))
             advance(manifest.tokens)
     if not manifest.shards:
         raise MoexpError("no text to trace", where=text or CORPUS)
     manifest.complete = True
-    manifest.save(out)
+    ranks.on_main(partial(manifest.save, out))
     return traced / seconds if traced else None
 
 
@@ -209,21 +220,27 @@ def shards_of(samples: Iterable[np.ndarray], tokens: int) -> Iterator[list[np.nd
 def trace_samples(
     model: PreTrainedModel, samples: list[np.ndarray], section: TraceSection, first: int = 0
 ) -> TraceShard:
-    """Runs the model over samples of token ids and keeps its routing; `first` is the number of the first sample."""
-    experts: list[np.ndarray] = []
-    gates: list[np.ndarray] = []
+    """Runs the model over samples of token ids and keeps its routing; `first` is the number of the first sample.
+
+    The processes of a run take the batches in turn. A batch is the same however many they are, so the result is that of
+    one process with as many threads as each has, bit for bit.
+    """
+    mine: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
+    begins = range(0, len(samples), section.batch_size)
     with _routers_heard(model) as heard:
-        for begin in range(0, len(samples), section.batch_size):
+        for begin in begins[ranks.rank() :: ranks.world()]:
             batch = samples[begin : begin + section.batch_size]
             longest = max(map(len, batch))
             # Padding stands behind the text, where no token of it can look.
             ids_BT = torch.tensor(np.stack([np.pad(sample, (0, longest - len(sample))) for sample in batch])).long()
             heard.clear()
-            model.model(input_ids=ids_BT, use_cache=False)
+            model.model(input_ids=ids_BT.to(model.device), use_cache=False)
             live_T = (torch.arange(longest) < torch.tensor([len(sample) for sample in batch])[:, None]).flatten()
-            experts.append(torch.stack([index_Tk for _, index_Tk in heard], dim=1)[live_T].numpy())
-            if section.gates:
-                gates.append(torch.stack([gate_Tk for gate_Tk, _ in heard], dim=1)[live_T].numpy())
+            experts_TLk = torch.stack([index_Tk for _, index_Tk in heard], dim=1).cpu()[live_T].numpy()
+            gates_TLk = torch.stack([gate_Tk for gate_Tk, _ in heard], dim=1).cpu()[live_T].numpy()
+            mine[begin] = (experts_TLk.astype(np.int32), gates_TLk if section.gates else None)
+    every = {begin: heard for part in ranks.gathered(mine) for begin, heard in part.items()}
+    experts, gates = zip(*(every[begin] for begin in begins), strict=True)
     lengths = [len(sample) for sample in samples]
     return TraceShard(
         sample_T=np.repeat(np.arange(first, first + len(samples)), lengths),

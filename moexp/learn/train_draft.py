@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from .. import ranks
+from ..compute import training_device
 from ..progress import Advance, note_of, stage
 from ..recipe import Recipe
 from ..schema import DraftSection
@@ -45,10 +47,11 @@ class Bench:
 
 
 def open_bench(recipe: Recipe, target: Path, work: Path) -> Bench:
-    """Loads the target with its experts, and the corpora that the recipe's draft section names."""
+    """Loads the target with its experts onto the recipe's device, and the corpora that the draft section names."""
     refuse_packed(target)
     with stage("Load the target", None):
         model = AutoModelForCausalLM.from_pretrained(target, dtype=getattr(torch, recipe.target.dtype)).eval()
+        model.to(training_device(recipe.device))
         tokenizer = load_tokenizer(target)
     section = recipe.draft.corpus
     authors = ("dense", "target") if section.author == "both" else (section.author,)
@@ -103,7 +106,7 @@ def fit(
     """New draft experts, trained. `log` receives a record a step."""
     torch.manual_seed(settings.seed)
     plain = DraftPath(bench.model, None)
-    experts = DraftExperts(plain.spec.hidden_size, section.width, plain.spec.moe_layers)
+    experts = DraftExperts(plain.spec.hidden_size, section.width, plain.spec.moe_layers).to(bench.model.device)
     if section.init == "neurons":
         rows = max(1, START_TOKENS // bench.train_NL.shape[1])
         start_from_neurons(plain, experts, bench.train_NL[:rows])
@@ -114,7 +117,7 @@ def fit(
         ("warm-up", warm_up, settings.warmup, folders[0]),
         ("end-to-end", distill, settings.main, folders[1]),
     ]
-    if folders[1] is not None and folders[1].exists():
+    if ranks.on_main(lambda: folders[1] is not None and folders[1].exists()):
         stages = stages[1:]  # its checkpoint already holds what stage one learned
     for name, run, schedule, folder in stages:
         if schedule.steps:
@@ -162,15 +165,19 @@ def train_draft_expert(recipe: Recipe, target: Path, out: Path, *, provenance: d
         bench, recipe.draft, settings_of(recipe.draft, recipe.seed),
         checkpoint=work / "state", identity=identity, log=log,
     )  # fmt: skip
-    with stage("Measure on held-out text", None):
-        metrics = {f"top-{r}": measure(bench, None, top_r=r) for r in (1, 2, 3)}
-        metrics["draft-expert"] = measure(bench, experts)
-    details = {
-        "metrics": metrics,
-        "training": {"tokens": bench.train_NL.numel(), "last": log[-1] if log else None},
-        "recipe": json.loads(recipe.model_dump_json())["draft"],
-        "provenance": provenance,
-    }
-    save_draft_experts(out, experts.to(torch.bfloat16), bench.identity, details)
-    shutil.rmtree(work / "state", ignore_errors=True)
-    return metrics
+
+    def finish() -> dict[str, Any]:
+        with stage("Measure on held-out text", None):
+            metrics = {f"top-{r}": measure(bench, None, top_r=r) for r in (1, 2, 3)}
+            metrics["draft-expert"] = measure(bench, experts)
+        details = {
+            "metrics": metrics,
+            "training": {"tokens": bench.train_NL.numel(), "last": log[-1] if log else None},
+            "recipe": json.loads(recipe.model_dump_json())["draft"],
+            "provenance": provenance,
+        }
+        save_draft_experts(out, experts.to(torch.bfloat16), bench.identity, details)
+        shutil.rmtree(work / "state", ignore_errors=True)
+        return metrics
+
+    return ranks.on_main(finish)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .. import ranks
 from ..errors import MoexpError
 from ..progress import note_of, stage
 from ..recipe import Recipe
@@ -71,21 +72,25 @@ def train_head_of(
             log.append({"step": step, **metrics})
 
         _train(section, head, bench, settings, work / "state", identity, on_step)
-    with stage("Measure on held-out text", None):
-        held = _measured(head.to(bench.model.dtype), bench, section.unroll)
-    details |= {
-        "kind": section.kind,
-        "metrics": held,
-        "training": {"tokens": bench.train_NL.numel(), "last": log[-1] if log else None, "log": log},
-        "recipe": json.loads(section.model_dump_json()),
-        "provenance": provenance,
-    }
-    if isinstance(head, EagleHead):
-        save_eagle_head(out, head.to(torch.bfloat16), bench.identity, details)
-    else:
-        save_mtp_head(out, head.to(torch.bfloat16), bench.identity, details)
-    shutil.rmtree(work / "state", ignore_errors=True)
-    return held
+
+    def finish() -> Metrics:
+        with stage("Measure on held-out text", None):
+            held = _measured(head.to(bench.model.dtype), bench, section.unroll)
+        made = details | {
+            "kind": section.kind,
+            "metrics": held,
+            "training": {"tokens": bench.train_NL.numel(), "last": log[-1] if log else None, "log": log},
+            "recipe": json.loads(section.model_dump_json()),
+            "provenance": provenance,
+        }
+        if isinstance(head, EagleHead):
+            save_eagle_head(out, head.to(torch.bfloat16), bench.identity, made)
+        else:
+            save_mtp_head(out, head.to(torch.bfloat16), bench.identity, made)
+        shutil.rmtree(work / "state", ignore_errors=True)
+        return held
+
+    return ranks.on_main(finish)
 
 
 def _new_head(
@@ -94,7 +99,7 @@ def _new_head(
     """The head as training finds it, in fp32, and what is worth keeping of how it was made."""
     model: Any = bench.model
     if section.kind == "mtp":
-        mtp = new_mtp_head(model, seed=seed).float()
+        mtp = new_mtp_head(model, seed=seed).float().to(model.device)
         start_mtp(mtp, model.model.norm)
         return mtp, {"start_loss": start_by_least_squares(mtp, model, bench.train_NL[:START_ROWS])}
     if section.kind == "gto":
@@ -103,13 +108,13 @@ def _new_head(
         spec = MoESpec.from_config(model.config)
         embedding = model.get_input_embeddings()
         head = load_eagle_head(start, spec, embedding, fingerprint=bench.identity, dtype=torch.float32)
-        return head, {"start": str(start)}
+        return head.to(model.device), {"start": str(start)}
     vocab = int(model.config.vocab_size)
     counts_V = token_counts(bench.train_NL, vocab)
     special = [int(token) for token in bench.tokenizer.all_special_ids]
     draft = pick_draft_vocab(counts_V, section.draft_vocab or vocab, always=special)
     config = EagleConfig.for_target(model.config, section.draft_vocab or vocab)
-    eagle = new_eagle_head(config, draft, model.get_input_embeddings(), seed=seed).float()
+    eagle = new_eagle_head(config, draft, model.get_input_embeddings(), seed=seed).float().to(model.device)
     with torch.no_grad():
         start_eagle(eagle, model.model.norm, model.lm_head)
     loss = start_by_least_squares(eagle, model, bench.train_NL[:START_ROWS])

@@ -92,8 +92,9 @@ class MtpHead(nn.Module):
 
 def shared_parts(model: Any) -> SharedParts:
     """What a head uses of a target: its embedding, its output projection, and rotary positions like its own."""
-    rotary = type(model.model.rotary_emb)(config=model.config)
-    return SharedParts(model.get_input_embeddings(), model.get_output_embeddings(), rotary)
+    embedding = model.get_input_embeddings()
+    rotary = type(model.model.rotary_emb)(config=model.config).to(embedding.weight.device)
+    return SharedParts(embedding, model.get_output_embeddings(), rotary)
 
 
 def decoder_layer(config: Any, *, dense: bool) -> nn.Module:
