@@ -23,7 +23,7 @@ KEEP_BYTES = 1 << 30
 
 
 def prepare(threads: int = 0) -> int:
-    """Sets torch's threads (0: one a core, shared out among the processes of a run) and stops glibc from returning large
+    """Sets torch's threads (0: one a core, dealt to the processes of a run) and stops glibc from returning large
     blocks to the system; returns the threads.
 
     A training step on a CPU allocates the same few hundred megabytes again and again; handing them back each time
