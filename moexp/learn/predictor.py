@@ -26,9 +26,10 @@ from .loop import Metrics, Schedule, own_rows, train
 from .optimizers import OptimizerName
 from .predictor_backbone import open_backbone
 from .predictor_baselines import baseline_hits
-from .predictor_data import RoutingRows, batch_of, read_rows, split_rows
+from .predictor_data import RoutingBatch, RoutingRows, batch_of, read_rows, split_rows
 from .predictor_files import HEADER, load_predictor, read_header, target_embedding, write_predictor
 from .predictor_model import RoutingPredictor, top_experts
+from .predictor_start import fit_head
 from .trace_files import Trace
 
 PREDICTOR = "predictor"  # its own name beside those of the baselines
@@ -56,9 +57,13 @@ def overlap_hits(predicted_TLk: Tensor, routed_TLk: Tensor) -> Tensor:
 
 def routing_logits(model: RoutingPredictor, ids_BT: Tensor, live_BT: Tensor, dtype: torch.dtype) -> Tensor:
     """Logits [P, L, E] of the live tokens; matrix products in `dtype`, the rest as the weights are."""
-    with torch.autocast(ids_BT.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+    with _products(ids_BT, dtype):
         hidden_BTH = model.hidden(ids_BT)
         return model.logits(hidden_BTH[live_BT])
+
+
+def _products(ids_BT: Tensor, dtype: torch.dtype) -> torch.autocast:
+    return torch.autocast(ids_BT.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
 
 
 @torch.no_grad()
@@ -186,6 +191,25 @@ def fit(
         )
 
 
+def start(model: RoutingPredictor, lesson: Lesson, tokens: int, levels: LevelKeeper | None = None) -> int:
+    """Fits the head to about so many training tokens in closed form; returns how many. `levels` sees every fit."""
+    probe_R, top_k = lesson.probe_R, lesson.rows.geometry.top_k
+
+    def hidden(model: RoutingPredictor, part: RoutingBatch) -> Tensor:
+        with _products(part.ids_BT, lesson.dtype):
+            return model.hidden(part.ids_BT)[part.live_BT]
+
+    def offer(_: int) -> None:
+        if levels is not None:
+            hits_L = evaluate(model, lesson.rows, probe_R, batch=lesson.batch, dtype=lesson.dtype)
+            levels.offer(model, overlap(hits_L, lesson.tokens(probe_R), top_k), 0)
+
+    order_R = np.random.default_rng(lesson.seed).permutation(lesson.train_R)
+    return fit_head(
+        model, lesson.rows, order_R, tokens=tokens, batch=lesson.batch, hidden=hidden, loss=routing_loss, on_fit=offer
+    )
+
+
 def lesson_of(recipe: Recipe, rows: RoutingRows) -> Lesson:
     """The recipe's section, over these rows."""
     section = recipe.predictor
@@ -244,6 +268,8 @@ def train_predictor(
 
     ranks.on_main(clean)
     levels = LevelKeeper(work / "levels", identity)
+    if section.start_tokens and not (work / "state").exists():
+        start(model, lesson, section.start_tokens, levels)
     log: list[dict[str, Any]] = []
     steps = fit(
         model,

@@ -101,6 +101,8 @@ class PredictorSection(Section):
     """Tokens that attention reaches back; texts are cut to it."""
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """Share of the samples."""
+    start_tokens: NonNegative = 60_000
+    """Training tokens that the head is first fitted to in closed form; 0: it starts near zero."""
     epochs: Positive = 10
     batch: Positive = 16
     """Pieces of text a step."""
