@@ -32,6 +32,7 @@ from moexp.learn.predictor import (
     overlap_hits,
     routing_logits,
     routing_loss,
+    start,
 )
 from moexp.learn.predictor_backbone import (
     fit_projection,
@@ -43,6 +44,7 @@ from moexp.learn.predictor_baselines import CONTEXT_FREE, PREVIOUS_TOKEN, baseli
 from moexp.learn.predictor_data import RoutingRows, batch_of, read_rows, rows_of, split_rows
 from moexp.learn.predictor_files import WEIGHTS, load_predictor, read_header, target_embedding, write_predictor
 from moexp.learn.predictor_model import CHUNK, PredictorSession, RoutingPredictor, top_experts
+from moexp.learn.predictor_start import RIDGE, SCALES
 from moexp.learn.trace_files import TraceGeometry, TraceManifest, TraceShard, read_trace, write_shard
 from moexp.recipe import load_recipe
 from moexp.runtime.forward import AR
@@ -318,6 +320,54 @@ def test_training_finds_a_planted_rule_that_neither_baseline_can_and_keeps_check
     assert keeper.kept()
 
 
+def test_the_head_starts_from_ridge_regression_scaled_to_the_least_loss():
+    rows = planted_rows()
+    model, task = fresh(rows), lesson(rows, 1)
+    assert start(model, task, tokens=10**9) == (len(task.train_R) - task.batch) * 16
+    order_R = np.random.default_rng(task.seed).permutation(task.train_R)
+    inputs, outputs = [], []
+    for row in order_R[: -task.batch]:
+        tokens = rows.tokens_of(np.array([row]))
+        with torch.no_grad():
+            inputs.append(model.hidden(torch.from_numpy(rows.token_T[tokens]).long()[None])[0].double().numpy())
+        hot_TO = np.zeros((len(tokens), 2 * 8))
+        for layer in range(2):
+            for token, routed in enumerate(rows.experts_TLk[tokens, layer]):
+                hot_TO[token, layer * 8 + routed] = 1.0
+        outputs.append(hot_TO)
+    x_PH, y_PO = np.concatenate(inputs), np.concatenate(outputs)
+    x_PH = np.concatenate([x_PH, np.ones((len(x_PH), 1))], axis=1)
+    gram_HH = x_PH.T @ x_PH
+    gram_HH += RIDGE * np.trace(gram_HH) / len(gram_HH) * np.eye(len(gram_HH))
+    solved_HO = np.linalg.solve(gram_HH, x_PH.T @ y_PO)
+    last = batch_of(rows, order_R[-task.batch :])
+
+    def loss(scale: float) -> float:
+        model.head.weight.data = torch.from_numpy(scale * solved_HO[:-1].T).float()
+        model.head.bias.data = torch.from_numpy(scale * solved_HO[-1]).float()
+        with torch.no_grad():
+            return float(
+                routing_loss(routing_logits(model, last.ids_BT, last.live_BT, torch.float32), last.experts_PLk)
+            )
+
+    reached = model.head.weight.detach().clone()
+    best = min(SCALES, key=loss)
+    assert torch.allclose(reached, torch.from_numpy(best * solved_HO[:-1].T).float(), atol=2e-2)
+
+
+def test_a_started_head_knows_what_the_token_says_and_weaker_ones_were_offered(tmp_path: Path, monkeypatch):
+    rows = planted_rows()
+    model, task = fresh(rows), lesson(rows, 1)
+    keeper, offered = LevelKeeper(tmp_path, "t" * 64), []
+    monkeypatch.setattr(keeper, "offer", lambda model, reached, step: offered.append(reached))
+    start(model, task, 10**9, keeper)
+    assert len(offered) == 7  # after 1, 2, 4, 8, 16, 32 and all 40 of the rows
+    assert offered[-1] > max(offered[0], 0.6)
+    few = fresh(rows)
+    assert start(few, task, tokens=40) == 64  # 1, 1 and 2 rows of 16
+    assert not torch.equal(few.head.weight, model.head.weight)
+
+
 def test_the_checkpoint_kept_is_the_nearest_and_none_is_kept_far_off(tmp_path: Path):
     keeper, model = LevelKeeper(tmp_path, "t" * 64), model_of()
     offers = [0.3, 0.44, 0.46, 0.462, 0.51, 0.53, 0.7]
@@ -332,7 +382,7 @@ def test_stopped_training_resumes_to_the_very_same_weights(tmp_path: Path, monke
     whole, stopped, resumed = (fresh(rows, dropout=0.2) for _ in range(3))
     task = lesson(rows, 12)
     fit(whole, task)
-    plain = training.batch_rows
+    plain = training.own_rows
 
     def interrupt(total: int, size: int, step: int, seed: int) -> torch.Tensor:
         if step == 6:
@@ -340,7 +390,7 @@ def test_stopped_training_resumes_to_the_very_same_weights(tmp_path: Path, monke
         return plain(total, size, step, seed)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(training, "batch_rows", interrupt)
+        patch.setattr(training, "own_rows", interrupt)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
         fit(stopped, task, checkpoint=tmp_path / "state", identity="mine")
     assert fit(resumed, task, checkpoint=tmp_path / "state", identity="mine") == 12

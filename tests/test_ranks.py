@@ -224,7 +224,7 @@ def test_training_by_two_processes_is_that_of_one(
     for home in homes:
         monkeypatch.setenv("MOEXP_HOME", str(home))
         made.append(folder[command](recipe))
-    assert_near(*made, weights=FP32 if command == "train-predictor" else WEIGHTS)
+    assert_near(made[0], made[1], weights=FP32 if command == "train-predictor" else WEIGHTS)
 
 
 @pytest.mark.e2e

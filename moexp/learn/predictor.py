@@ -269,7 +269,7 @@ def train_predictor(
     ranks.on_main(clean)
     levels = LevelKeeper(work / "levels", identity)
     if section.start_tokens and not (work / "state").exists():
-        start(model, lesson, section.start_tokens, levels)
+        ranks.on_main(lambda: start(model, lesson, section.start_tokens, levels))  # the others take its weights
     log: list[dict[str, Any]] = []
     steps = fit(
         model,

@@ -48,14 +48,14 @@ def fit_head(
     """
     model.eval()
     size = model.head.weight.shape[1] + 1
-    gram_HH = torch.zeros(size, size, dtype=torch.float64)
-    mixed_HO = torch.zeros(size, model.head.weight.shape[0], dtype=torch.float64)
+    gram_HH = torch.zeros(size, size, dtype=torch.float64, device=model.device)
+    mixed_HO = gram_HH.new_zeros(size, model.head.weight.shape[0])
     scale_R, order_R = order_R[-batch:], order_R[:-batch] if len(order_R) > batch else order_R
     done = seen = 0
     with stage("Expert predictor, linear start", None):
         while done < len(order_R) and seen < tokens:
             chosen = order_R[done : done + max(1, min(done, batch))]
-            part = batch_of(rows, chosen)
+            part = batch_of(rows, chosen).to(model.device)
             with_one_PH = _with_one(hidden(model, part))
             gram_HH += (with_one_PH.T @ with_one_PH).double()
             mixed_HO += (with_one_PH.T @ _multi_hot(part.experts_PLk, rows.geometry.num_experts)).double()
@@ -63,7 +63,7 @@ def fit_head(
             over = done >= len(order_R) or seen >= tokens
             if over or done & (done - 1) == 0:
                 _set_head(model, gram_HH, mixed_HO)
-                _scale_head(model, batch_of(rows, scale_R), hidden, loss)
+                _scale_head(model, batch_of(rows, scale_R).to(model.device), hidden, loss)
                 on_fit(seen)
     return seen
 
@@ -92,7 +92,7 @@ def _scale_head(
 def _multi_hot(experts_PLk: Tensor, num_experts: int) -> Tensor:
     """[P, L * E]: 1 where an expert was routed to."""
     tokens, layers, _ = experts_PLk.shape
-    return torch.zeros(tokens, layers, num_experts).scatter_(2, experts_PLk, 1.0).flatten(1)
+    return torch.zeros(tokens, layers, num_experts, device=experts_PLk.device).scatter_(2, experts_PLk, 1.0).flatten(1)
 
 
 def _with_one(hidden_PH: Tensor) -> Tensor:

@@ -346,8 +346,10 @@ def open_store(
     source: Source
     if kind == "disk":
         splits = 1 if pacer else READ_SPLITS
-        packed = isinstance(index, PackedIndex)
-        source = PackedFileSource(index, splits) if packed else FileSource(index, splits=splits, dtype=dtype)
+        if isinstance(index, PackedIndex):
+            source = PackedFileSource(index, splits)
+        else:
+            source = FileSource(index, splits=splits, dtype=dtype)
     elif device.type == "cuda":
         from moexp.runtime.cuda import PinnedSource
 
