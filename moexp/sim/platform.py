@@ -104,6 +104,14 @@ class SimPlatform(Section):
         rows = self.compute.padded(1)
         return self.compute_us(geometry, rows, geometry.top_k, rows)
 
+    def ar_beside_us(self, geometry: Geometry) -> float:
+        """Of `ar_compute_us`, what runs while a layer's experts come: the shared ones, and every routed one but the
+        last.
+        """
+        rows = self.compute.padded(1)
+        layer_us = self.compute.shared_us(rows) + (geometry.top_k - 1) * self.compute.routed_us(rows)
+        return geometry.moe_layers * layer_us
+
     def ar_load_us(self, geometry: Geometry) -> float:
         """The transfers of a one-token AR step that finds no expert in place, with nothing beside them."""
         size = self.expert_bytes(geometry)
