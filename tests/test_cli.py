@@ -34,6 +34,7 @@ FLAGS = {
     "tune": {"--recipe", "-r", "--set", "-s", "--out", "-o"},
     "platforms": set(),
     "bench-quant": {"--recipe", "-r", "--set", "-s", "--out", "-o"},
+    "cache-budgets": {"--recipe", "-r", "--prompts", "--tokens", "--set", "-s"},
     "pack": {"--recipe", "-r", "--quant", "-q", "--set", "-s", "--out", "-o"},
     "calibrate": {"--recipe", "-r", "--set", "-s", "--out", "-o"},
     "simulate": {

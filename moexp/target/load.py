@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,25 +184,27 @@ def _load_weights(model: PreTrainedModel, folder: Path, index: ExpertIndex, dtyp
     keep_fp32 = _fp32_pattern(model, dtype)
     renames = family_of(model.config.model_type).renames
     state: dict[str, Tensor] = {}
-    with ExitStack() as stack:
-        shards = [stack.enter_context(safe_open(file, "pt", device=device)) for file in checkpoint_files(folder)]
-        places = {name: shard for shard in shards for name in shard.keys()}  # noqa: SIM118 (a handle is no mapping)
-        for stored, shard in places.items():
-            name = stored
-            for theirs, ours in renames:
-                name = name.replace(theirs, ours)
-            # Checkpoints carry layers that the model does not run (multi-token prediction): leave them out.
-            if name not in wanted or stored in index.tensor_names:
-                continue
-            tensor = shard.get_tensor(stored)
-            kept = torch.float32 if keep_fp32(name) else dtype
-            if tensor.dtype == torch.float8_e4m3fn:
-                state[name] = _dequantised(tensor, stored + SCALE, places, model.config, kept)
-            elif tensor.is_floating_point():
-                # A copy: what `get_tensor` gives may be a view of the mapped file.
-                state[name] = tensor.to(kept, copy=True)
-            else:
-                state[name] = tensor
+    files = {file: list(read_header(file)) for file in checkpoint_files(folder)}
+    places = {stored: file for file, names in files.items() for stored in names}
+    for file, names in files.items():
+        with safe_open(file, "pt", device=device) as shard:  # one at a time: what is mapped may count as memory
+            for stored in names:
+                name = stored
+                for theirs, ours in renames:
+                    name = name.replace(theirs, ours)
+                # Checkpoints carry layers that the model does not run (multi-token prediction): leave them out.
+                if name not in wanted or stored in index.tensor_names:
+                    continue
+                tensor = shard.get_tensor(stored)
+                kept = torch.float32 if keep_fp32(name) else dtype
+                if tensor.dtype == torch.float8_e4m3fn:
+                    scales = _scales(stored + SCALE, places, device)
+                    state[name] = _dequantised(stored, tensor, scales, model.config, kept)
+                elif tensor.is_floating_point():
+                    # A copy: what `get_tensor` gives may be a view of the mapped file.
+                    state[name] = tensor.to(kept, copy=True)
+                else:
+                    state[name] = tensor
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     absent = [name for name, tensor in model.state_dict().items() if tensor.is_meta and ".mlp.experts." not in name]
@@ -213,14 +214,19 @@ def _load_weights(model: PreTrainedModel, folder: Path, index: ExpertIndex, dtyp
         )
 
 
-def _dequantised(weight: Tensor, scale_name: str, places: Mapping[str, Any], config: Any, dtype: torch.dtype) -> Tensor:
+def _scales(name: str, places: Mapping[str, Path], device: str) -> Tensor:
+    """The scales of an FP8 matrix; they may be in another shard than it is."""
+    if name not in places:
+        raise MoexpError(f"tensor {name} is missing", valid="fp8 weights with a scale a block")
+    with safe_open(places[name], "pt", device=device) as shard:
+        return shard.get_tensor(name)
+
+
+def _dequantised(name: str, weight: Tensor, scales: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
     """A resident FP8 matrix in the type that it is computed in."""
-    if scale_name not in places:
-        raise MoexpError(f"tensor {scale_name} is missing", valid="fp8 weights with a scale a block")
     rows, columns = fp8_block(getattr(config, "quantization_config", None) or {})
-    scales = places[scale_name].get_tensor(scale_name)
     if scales.shape != (-(-weight.shape[0] // rows), -(-weight.shape[1] // columns)):
-        raise MoexpError(f"{scale_name} is {list(scales.shape)}", valid=f"one scale a block of {rows} x {columns}")
+        raise MoexpError(f"{name + SCALE} is {list(scales.shape)}", valid=f"one scale a block of {rows} x {columns}")
     plain = torch.empty(weight.shape, dtype=dtype, device=weight.device)
     dequantise_fp8(weight, scales, plain, (rows, columns))
     return plain
