@@ -70,16 +70,19 @@ def pack_checkpoint(
     check_quant(quant)
     if is_packed(source):
         raise MoexpError("the checkpoint is packed already", where=str(source), valid="its source")
-    spec, index = MoESpec.from_config(read_config(source)), ExpertIndex.from_checkpoint(source)
+    config, index = read_config(source), ExpertIndex.from_checkpoint(source)
+    spec = MoESpec.from_config(config)
+    # Plain experts as they are stored; those that are decoded, in the type that the checkpoint is computed in.
+    dtype = index.dtype if index.coding is None else getattr(config, "dtype", None) or index.dtype
     fingerprint = checkpoint_fingerprint(source)
     if _finished(destination, fingerprint, quant):
         return read_manifest(destination)
     keys = [key for key in index.keys if key[0] in spec.moe_layers]
-    geometry = {(at.hidden, at.width) for at in map(index.locations.__getitem__, keys)}
+    geometry = set(map(index.shape, keys))
     if len(geometry) != 1:
         raise MoexpError("experts of different shapes", where=str(source), valid="all of one shape")
-    ((hidden, width),) = geometry
-    size = record_bytes(quant, index.dtype, hidden, width)
+    ((width, hidden),) = geometry
+    size = record_bytes(quant, dtype, hidden, width, index.biased)
     work = destination.with_name(f".{destination.name}.packing")
     with atomic.writing(destination):
         work.mkdir(parents=True, exist_ok=True)
@@ -91,18 +94,19 @@ def pack_checkpoint(
         for layer, members in layers.items():
             kept = _kept_layer(work, layer, len(members), size)
             if kept is None:
-                kept = _write_layer(work, index, members, quant, size, partial(_advance_from, advance, done))
+                kept = _write_layer(work, index, members, dtype, quant, size, partial(_advance_from, advance, done))
             sums[layer], done = kept, done + len(members)
             advance(done)
         manifest = PackManifest(
             source=fingerprint,
             identity=target_identity(source),
             quant=quant,
-            dtype=str(index.dtype).removeprefix("torch."),
+            dtype=str(dtype).removeprefix("torch."),
             hidden=hidden,
             width=width,
             record_bytes=size,
             checksums=sums,
+            biased=index.biased,
         )
         _write_rest(work, source, {name for name in index.tensor_names if _layer_of(name) in spec.moe_layers})
         _write_config(work, source, manifest)
@@ -141,8 +145,8 @@ def encode(weights: ExpertWeights, quant: str, size: int) -> np.ndarray:
     """
     record = np.zeros(size, dtype=np.uint8)
     begin = 0
-    for matrix in (weights.gate_up, weights.down):
-        packed = _encode_matrix(matrix, quant)
+    for tensor in weights.tensors:
+        packed = _encode_matrix(tensor, quant if tensor.ndim > 1 else "none")  # biases stay as they are
         record[begin : begin + packed.size] = packed
         begin += packed.size
     return record
@@ -213,15 +217,21 @@ def _demand_space(work: Path, layers: dict[int, list[ExpertKey]], size: int, sou
 
 
 def _write_layer(
-    work: Path, index: ExpertIndex, keys: list[ExpertKey], quant: str, size: int, advance: Callable[[int], None]
+    work: Path,
+    index: ExpertIndex,
+    keys: list[ExpertKey],
+    dtype: torch.dtype,
+    quant: str,
+    size: int,
+    advance: Callable[[int], None],
 ) -> tuple[str, ...]:
     file = work / layer_file(keys[0][0])
     temp = file.with_suffix(".part")
     threads = os.cpu_count() or 1
-    batch = max(threads, _BATCH_BYTES // (index.expert_bytes + size))
+    batch = max(threads, _BATCH_BYTES // (max(map(index.elements, keys)) * dtype.itemsize + size))
     sums: list[str] = []
     # Reading through a store serves every storage format that a target can have.
-    with open(temp, "wb") as out, open_store(index, "disk") as store, ThreadPoolExecutor(threads) as pool:
+    with open(temp, "wb") as out, open_store(index, "disk", dtype=dtype) as store, ThreadPoolExecutor(threads) as pool:
         for begin in range(0, len(keys), batch):
             store.begin_cycle()
             ticket = store.request(keys[begin : begin + batch], "prefill")

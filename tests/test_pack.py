@@ -26,11 +26,12 @@ from moexp.runtime.method import Method
 from moexp.runtime.pacing import Pacer
 from moexp.runtime.store import open_store
 from moexp.runtime.verify import Sampling
-from moexp.target.experts import ExpertIndex, ExpertWeights
+from moexp.target.experts import CodedLocation, ExpertIndex, ExpertLocation, ExpertWeights
 from moexp.target.load import checkpoint_fingerprint, drafters_identity, load_target, target_identity
-from moexp.target.pack_format import ALIGN, MANIFEST, QUANTS, PackedIndex, read_index
+from moexp.target.pack_format import ALIGN, MANIFEST, QUANTS, PackedIndex, read_index, stored_bytes
 from moexp.target.pad import pad_experts
 from moexp.target.weights import weight_sizes
+from tests.family_files import CASES, Case, write_case
 from tests.tiny_models import tiny_folder, whole_model
 
 QUANTISED = ("q8_0", "q4_0")
@@ -179,6 +180,41 @@ def test_a_padded_checkpoint_can_be_packed(source: Path, tmp_path: Path):
     pack_checkpoint(tmp_path / "padded", tmp_path / "quantised", "q4_0")
     assert load_target(tmp_path / "quantised").spec.expert_width == 64
     assert drafters_identity(tmp_path / "quantised") == target_identity(whole)
+
+
+CODED = [case for case in CASES if case.quantised or case.family == "gpt_oss"]
+
+
+@pytest.mark.parametrize("case", CODED, ids=[case.id for case in CODED])
+def test_experts_that_are_decoded_or_biased_are_packed_as_they_are_served(case: Case, tmp_path: Path):
+    folder, _ = write_case(tmp_path / "case", case)
+    source, digests = load_target(folder), []
+    assert stored_bytes(source.index) == sum(span.length for span in at_of(source.index).ranges)
+    pack_checkpoint(folder, tmp_path / "packed", "none")
+    pack = load_target(tmp_path / "packed")
+    assert pack.index.biased == source.index.biased == (case.family == "gpt_oss")
+    for target in (source, pack):
+        with open_store(target.index, "disk", dtype=target.dtype, poison=True) as store:
+            digest = LogitsDigest()
+            decode_all(Engine(target, store), [5, 6, 7, 8], Method(), Sampling(), max_new_tokens=4, on_logits=digest)
+            digests.append(digest.rows)
+    assert digests[0] == digests[1]
+    if case.family == "gpt_oss":
+        pack_checkpoint(folder, tmp_path / "blocks", "q8_0")
+        plain = load_experts(source.index, source.dtype)
+        for kind in ("resident", "host", "disk"):
+            with open_store(read_index(tmp_path / "blocks"), kind) as store:
+                ticket = store.request(source.index.keys, "ar")
+                for key, weights in store.arrivals(ticket):
+                    blocks = reference(plain[key], "q8_0")
+                    assert all(map(torch.equal, weights.tensors[:2], blocks.tensors))
+                    assert all(map(torch.equal, weights.tensors[2:], plain[key].tensors[2:]))
+                store.release(ticket)
+
+
+def at_of(index: ExpertIndex) -> ExpertLocation | CodedLocation:
+    key = index.keys[0]
+    return index.coded[key] if index.coding else index.locations[key]
 
 
 @pytest.mark.parametrize("quant", ["none", "q4_0"])

@@ -50,9 +50,15 @@ class RecordReader:
         self.check(key, record)
         at = self.index.locations[key]
         raw = torch.frombuffer(record, dtype=torch.uint8)
-        split, end = at.down.offset, at.ranges[0].length
+        biases = weights.tensors[2:]
+        stop = at.ranges[0].length
+        end = stop - sum(bias.numel() for bias in biases) * self.index.dtype.itemsize
+        split = at.down.offset
         self._matrix(raw[:split], weights.gate_up)
         self._matrix(raw[split:end], weights.down)
+        for bias in biases:
+            begin, end = end, end + bias.numel() * self.index.dtype.itemsize
+            bias.copy_(raw[begin:end].clone().view(self.index.dtype))  # behind blocks it may lie at an odd place
 
     def _matrix(self, raw: Tensor, into: Tensor) -> None:
         if self.index.quant == "none":
@@ -69,6 +75,7 @@ class _PackedSource:
         self._records = RecordReader(index)
         at = index.locations[index.keys[0]]
         self._down = 2 * at.width * at.hidden  # elements: where the down matrix starts
+        self._bias = 3 * at.width * at.hidden if index.biased else None
         self._in_place = index.quant == "none"
         self._place = 0 if self._in_place else align_up(index.expert_bytes)
         self.slot_bytes = self._place + index.stored_bytes
@@ -82,7 +89,7 @@ class _PackedSource:
         for begin in range(0, size, step):
             length = min(step, size - begin)
             pieces.append(Piece(span.file, span.start + begin, length, self._place + begin, length))
-        return Plan(tuple(pieces), size, 0, self._down, at.width, at.hidden)
+        return Plan(tuple(pieces), size, 0, self._down, at.width, at.hidden, self._bias)
 
     def plan(self, key: ExpertKey) -> Plan:
         return self._plans[key]
@@ -94,7 +101,7 @@ class _PackedSource:
             self._records.check(transfer.key, record)
             return
         plan = transfer.plan
-        weights = transfer.slot.weights(plan.gate_up, plan.down, plan.width, plan.hidden)
+        weights = transfer.slot.weights(plan.gate_up, plan.down, plan.width, plan.hidden, plan.bias)
         self._records.decode(transfer.key, record, weights)
 
 

@@ -2,7 +2,8 @@
 
 A packed folder is a checkpoint folder with `moexp_pack.json` (the manifest), one `experts-layer-NNN.bin` a MoE layer,
 and everything but the routed experts in safetensors. A record is the rows of gate, up and down, one after the other,
-and zeros up to a whole page, so that one O_DIRECT read brings an expert and nothing else.
+biases as they are where there are any, and zeros up to a whole page, so that one O_DIRECT read brings an expert and
+nothing else.
 
 Shape suffixes: I expert width, H hidden size.
 """
@@ -47,10 +48,11 @@ class PackManifest:
         source: fingerprint of the checkpoint it was made from.
         identity: which function that checkpoint computes (`load.target_identity`).
         quant: a key of `QUANTS`.
-        dtype: type that the experts were stored in.
+        dtype: type that the experts were served in, before they were packed.
         hidden, width: H and I.
         record_bytes: of an expert, padding included.
         checksums: MoE layer -> XXH3-128 of every record, by expert.
+        biased: whether experts have biases.
         format: version of this format.
     """
 
@@ -62,6 +64,7 @@ class PackManifest:
     width: int
     record_bytes: int
     checksums: Mapping[int, tuple[str, ...]]
+    biased: bool = False
     format: int = FORMAT
 
     def digest(self) -> str:
@@ -103,10 +106,15 @@ def data_bytes(quant: str, dtype: torch.dtype, rows: int, columns: int) -> int:
     return rows * columns // block * block_bytes
 
 
-def record_bytes(quant: str, dtype: torch.dtype, hidden: int, width: int) -> int:
+def content_bytes(quant: str, dtype: torch.dtype, hidden: int, width: int, biased: bool = False) -> int:
+    """Bytes of an expert's record without padding."""
+    biases = (2 * width + hidden) * dtype.itemsize if biased else 0
+    return data_bytes(quant, dtype, 2 * width, hidden) + data_bytes(quant, dtype, hidden, width) + biases
+
+
+def record_bytes(quant: str, dtype: torch.dtype, hidden: int, width: int, biased: bool = False) -> int:
     """Bytes of an expert's record, padding included."""
-    data = data_bytes(quant, dtype, 2 * width, hidden) + data_bytes(quant, dtype, hidden, width)
-    return -(-data // ALIGN) * ALIGN
+    return -(-content_bytes(quant, dtype, hidden, width, biased) // ALIGN) * ALIGN
 
 
 def checksum(record: Any) -> str:
@@ -136,7 +144,7 @@ class PackedIndex(ExpertIndex):
         self.stored_bytes = manifest.record_bytes
         dtype, hidden, width = _DTYPES[manifest.dtype], manifest.hidden, manifest.width
         one = data_bytes(manifest.quant, dtype, width, hidden)
-        length = 2 * one + data_bytes(manifest.quant, dtype, hidden, width)
+        length = content_bytes(manifest.quant, dtype, hidden, width, manifest.biased)
         layers = sorted(manifest.checksums)
         locations: dict[ExpertKey, ExpertLocation] = {}
         for number, layer in enumerate(layers):
@@ -153,6 +161,11 @@ class PackedIndex(ExpertIndex):
     def quant(self) -> str:
         """A key of `QUANTS`."""
         return self.manifest.quant
+
+    @property
+    def biased(self) -> bool:
+        """Whether the experts have biases."""
+        return self.manifest.biased
 
     def check(self, key: ExpertKey, record: Any) -> None:
         """Whether these bytes are the record of that expert.
@@ -192,7 +205,7 @@ def read_manifest(folder: Path | str) -> PackManifest:
         raise MoexpError("no readable manifest of a pack", where=str(folder / MANIFEST), valid=_REMEDY) from error
     if manifest.format != FORMAT or manifest.quant not in QUANTS or manifest.dtype not in _DTYPES:
         raise MoexpError(f"a pack of format {manifest.format}", where=str(folder), valid=f"format {FORMAT}")
-    expected = record_bytes(manifest.quant, _DTYPES[manifest.dtype], manifest.hidden, manifest.width)
+    expected = record_bytes(manifest.quant, _DTYPES[manifest.dtype], manifest.hidden, manifest.width, manifest.biased)
     if promised != manifest.digest() or expected != manifest.record_bytes or not manifest.checksums:
         raise MoexpError("the manifest is not of this checkpoint", where=str(folder / MANIFEST), valid=_REMEDY)
     for layer, sums in manifest.checksums.items():
@@ -215,8 +228,14 @@ def read_index(folder: Path | str) -> ExpertIndex:
 
 
 def stored_bytes(index: ExpertIndex) -> int:
-    """Bytes that bringing an expert in from disk moves, alignment of unpacked ones aside."""
-    return index.stored_bytes if isinstance(index, PackedIndex) else index.expert_bytes
+    """Bytes that bringing an expert in from disk moves (the largest, should they differ), alignment of unpacked ones
+    aside.
+    """
+    if isinstance(index, PackedIndex):
+        return index.stored_bytes
+    if index.coded:
+        return max(sum(span.length for span in at.ranges) for at in index.coded.values())
+    return index.expert_bytes
 
 
 def refuse_packed(folder: Path | str) -> None:
