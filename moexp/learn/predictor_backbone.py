@@ -121,7 +121,8 @@ def cut_backbone(model: Any, layers: int | None) -> Backbone:
             config.layer_types = kinds[:layers]
     own_VH = model.get_input_embeddings().weight.detach()
     model.set_input_embeddings(nn.Embedding(1, own_VH.shape[1]))
-    config.vocab_size, config.pad_token_id = 1, None
+    config.vocab_size = 1
+    config.bos_token_id = config.eos_token_id = config.pad_token_id = None
     model.set_attn_implementation("sdpa")
     return Backbone(model.float().requires_grad_(True), own_VH)
 

@@ -36,7 +36,8 @@ def fit_head(
 ) -> int:
     """Sets the head's weights by ridge regression of the routed experts on the backbone's output; returns the tokens.
 
-    The regression is solved after 1, 2, 4, ... rows and at the end, so that earlier, weaker heads can be kept.
+    The regression is solved after 1, 2, 3, 4, 6, 9, ... rows, as long as that is less than a batch more, and at the
+    end, so that earlier, weaker heads can be kept.
 
     Args:
         order_R: training rows, in the order to take them; the last `batch` set the scale of the logits.
@@ -54,14 +55,14 @@ def fit_head(
     done = seen = 0
     with stage("Expert predictor, linear start", None):
         while done < len(order_R) and seen < tokens:
-            chosen = order_R[done : done + max(1, min(done, batch))]
+            chosen = order_R[done : done + max(1, min(done // 2, batch))]
             part = batch_of(rows, chosen).to(model.device)
             with_one_PH = _with_one(hidden(model, part))
             gram_HH += (with_one_PH.T @ with_one_PH).double()
             mixed_HO += (with_one_PH.T @ _multi_hot(part.experts_PLk, rows.geometry.num_experts)).double()
             done, seen = done + len(chosen), seen + len(part.experts_PLk)
             over = done >= len(order_R) or seen >= tokens
-            if over or done & (done - 1) == 0:
+            if over or len(chosen) < batch:
                 _set_head(model, gram_HH, mixed_HO)
                 _scale_head(model, batch_of(rows, scale_R).to(model.device), hidden, loss)
                 on_fit(seen)
