@@ -314,7 +314,7 @@ def simulate(
         typer.Option("--accept", metavar="P,P..", help="Of a trace, the assumed acceptance by place; else all stand."),
     ] = None,
     sweep: Annotated[
-        Path | None, typer.Option("--sweep", metavar="FILE", help="Simulate the grids of this YAML file.")
+        str | None, typer.Option("--sweep", metavar="NAME|FILE", help="Simulate and plot the grids of a YAML file.")
     ] = None,
     validate: Annotated[
         bool, typer.Option("--validate", help="Replay the recipe's recorded runs and compare with what was measured.")

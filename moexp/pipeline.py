@@ -79,6 +79,8 @@ def _stages(
         reports.extend(run_simulate(recipe, validate=True))
         for platform in recipe.simulation.platforms:
             reports.extend(run_simulate(recipe, platform=platform))
+        for sweep in recipe.simulation.sweeps:
+            reports.extend(run_simulate(recipe, sweep=sweep))
 
     def audit() -> None:
         from moexp.audit import run_audit

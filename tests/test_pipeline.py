@@ -297,7 +297,8 @@ def test_reproduce_simulates_what_was_recorded(home: Path, no_tables: list[Any],
     small = ("eval.dtypes=[float32]", "eval.prompts=1", "eval.max_new_tokens=6", "bench.tables=[2, 3]")
     shown = done("reproduce", changes=small)
     platforms = [{"platform": name} for name in ("cg", "mn", "this-machine")]
-    assert calls == ["calibrate", {"validate": True}, *platforms]
+    sweeps = [{"sweep": name} for name in ("bandwidth", "cache")]
+    assert calls == ["calibrate", {"validate": True}, *platforms, *sweeps]
     assert "6/9 calibrate" in shown and "7/9 simulate" in shown and "report: simulated.md" in shown
 
 

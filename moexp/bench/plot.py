@@ -20,6 +20,7 @@ from moexp.report import Cell, Row, invocations, provenance_text, read_json, to_
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis as MatplotlibAxis
     from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREEN, PURPLE, SKY, LIGHT, GREY, BLACK = (
@@ -169,6 +170,15 @@ def draw_series(
 def legend_beside(axes: Axes) -> None:
     """The legend to the right of the panel, off the data."""
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), handlelength=3.2)
+
+
+def plain_log(axis: MatplotlibAxis) -> None:
+    """Ticks of a logarithmic axis at 1, 2 and 5 times powers of ten, as plain numbers."""
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
 # --- a routing trace ---

@@ -103,3 +103,5 @@ class SimulationSection(Section):
 
     platforms: tuple[str, ...] = ("cg", "mn", "this-machine")
     """Names of `moexp platforms`, or files; none: it neither calibrates nor simulates."""
+    sweeps: tuple[str, ...] = ("bandwidth", "cache")
+    """Names of shipped sweeps, or files."""

@@ -20,7 +20,7 @@ def run_simulate(
     recording: Path | None = None,
     trace: Path | None = None,
     accept: str | None = None,
-    sweep: Path | None = None,
+    sweep: str | None = None,
     validate: bool = False,
     out: Path | None = None,
     results: Path = Path("results"),
@@ -33,7 +33,7 @@ def run_simulate(
         recording: by default the resident run's of `moexp bench`.
         trace: a plain routing trace, in its place.
         accept: of a trace, the assumed acceptance by place ("0.8,0.6"); None: all are accepted.
-        sweep: a file of grids, in place of all of the above; the recording counts if the file names none.
+        sweep: grids by file or shipped name, in place of all of the above; the recording counts if the file names none.
         validate: replay the recorded runs instead.
         out: the run folder, if it is not the recipe's own.
 
@@ -46,11 +46,16 @@ def run_simulate(
 
         return check(run_folder(recipe, out), results, recipe.name)
     if sweep is not None:
+        from moexp.bench.plot import run_source
+        from moexp.bench.sweep_figures import draw_sweep
         from moexp.sim.sweep import run_sweep
-        from moexp.sim.sweep_file import load_sweep
+        from moexp.sim.sweep_file import find_sweep, load_sweep
 
-        grids = load_sweep(sweep).with_default(recording or run_folder(recipe, out) / RESIDENT)
-        return [run_sweep(grids, folder / f"{sweep.stem}.parquet")]
+        file = find_sweep(sweep)
+        own = run_folder(recipe, out) / RESIDENT
+        grids = load_sweep(file).with_default(recording or own)
+        table = run_sweep(grids, folder / f"{file.stem}.parquet")
+        return [table, *draw_sweep(table, [run_source(own.parent)] if grids.recording == str(own) else ())]
     if platform is None:
         raise MoexpError("no platform", where="--platform", valid="a name of `moexp platforms`, or a file")
     if recording is not None and trace is not None:

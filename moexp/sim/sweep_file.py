@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field, ValidationError, model_validator
 
 from moexp.errors import MoexpError
+from moexp.recipe import find_named, recipe_folders
 from moexp.schema.base import NonNegative, Positive, PositiveFloat, Section, Share
 from moexp.sim.blocks import Setting
 from moexp.sim.sources import Source
@@ -99,6 +100,16 @@ class Part(NamedTuple):
     def digest(self) -> str:
         """Names its file."""
         return hashlib.sha256(repr(self).encode()).hexdigest()[:16]
+
+
+def find_sweep(name_or_path: str | Path) -> Path:
+    """The file of a sweep given by path, or by name among those shipped.
+
+    Raises:
+        MoexpError: neither.
+    """
+    known = {file.stem: file for folder in recipe_folders() for file in sorted((folder / "sweeps").glob("*.yaml"))}
+    return find_named(name_or_path, known, "sweep", where="--sweep")
 
 
 def load_sweep(path: Path) -> SweepSection:
