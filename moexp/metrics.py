@@ -288,5 +288,5 @@ def cycle_speedup(alpha: float, draft_tokens: int, draft_cost: float, verify_cos
 
 
 def ratio_from_draft_speedup(speedup: float, top_k: int) -> float:
-    """L/c for which a top-1 draft step is `speedup` times as fast as a step of all `top_k`: (c + L)/(c + L/k)."""
+    """L/x for which a top-1 draft step is `speedup` times as fast as a step of all `top_k`: (x + L)/(x + L/k)."""
     return (speedup - 1) / (1 - speedup / top_k)

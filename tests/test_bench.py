@@ -231,18 +231,22 @@ def test_records_of_other_settings_are_set_aside(target: Target, tmp_path: Path)
 def test_ratios_follow_from_what_the_paper_reports():
     cg, mn = platforms.cg_ratio(), platforms.mn_ratio()
     assert (1 + cg.value) / (1 + cg.value / 6) == pytest.approx(4.7)
+    assert cg.load_s(compute_s=9.0, exposed_s=2.0) == 2.0 * cg.value  # x + L is as L/x says, whatever is hidden
+    assert 2.0 + mn.load_s(compute_s=9.0, exposed_s=2.0) == pytest.approx(9.0 * 14.36 / 10.18)
     assert cg.value == pytest.approx(17.08, abs=0.01) and "2.70 and 1.90" in cg.derivation
     assert mn.value == pytest.approx(0.41, abs=0.005) and "14.36 / 10.18" in mn.derivation
 
 
-def test_a_paced_link_carries_an_ar_steps_bytes_in_ratio_times_its_compute(target: Target):
-    platform = platforms.find_platform("paced-mn")
+@pytest.mark.parametrize("name", ["paced-cg", "paced-mn"])
+def test_a_paced_link_carries_an_ar_steps_bytes_in_the_time_that_the_ratio_gives(target: Target, name: str):
+    platform = platforms.find_platform(name)
     probed = platforms.probe(platform, target, StoreSection(), jobs_of(target, 1)[0])
     assert platform.ratio is not None
     spec = target.spec
     assert probed["ar_bytes_per_token"] == len(spec.moe_layers) * spec.top_k * 3 * 32 * 64 * 4
     load_s = probed["ar_bytes_per_token"] / probed["bandwidth_bytes_s"][0]
-    assert load_s / probed["compute_s"] == pytest.approx(platform.ratio.value)
+    assert load_s == pytest.approx(platform.ratio.load_s(probed["compute_s"], probed["exposed_s"]))
+    assert 0 < probed["exposed_s"] <= probed["compute_s"]
     section = platforms.store_section(platform, StoreSection(io_threads=3), probed["bandwidth_bytes_s"][0])
     assert section.pace is not None and section.pace.bandwidth_gb_s * 1e9 == pytest.approx(
         probed["bandwidth_bytes_s"][0]
@@ -252,7 +256,9 @@ def test_a_paced_link_carries_an_ar_steps_bytes_in_ratio_times_its_compute(targe
 
 def test_a_paced_ar_step_takes_about_its_compute_and_its_load(target: Target):
     job = jobs_of(target, 1)[0]
-    platform = platforms.Platform("slow", "emulated", "host", ratio=platforms.LoadRatio(10.0, ""), concurrency=2)
+    platform = platforms.Platform(
+        "slow", "emulated", "host", ratio=platforms.LoadRatio(10.0, "", "added"), concurrency=2
+    )
     probed = platforms.probe(platform, target, StoreSection(), job)
     section = platforms.store_section(platform, StoreSection(), probed["bandwidth_bytes_s"][0])
     with opened_store(target, section) as store:

@@ -86,7 +86,7 @@ def measure_on(
         "temperature": sampling.temperature,
         "threads": threads,
         "batch": batch,
-        "ratio": platform.ratio.value if platform.ratio else None,
+        "ratio": {"value": platform.ratio.value, "of": platform.ratio.of} if platform.ratio else None,
         "minutes": minutes,
     }
     done = begin_run(place, settings)

@@ -1,9 +1,11 @@
 """Platforms that tables are measured on: where the experts are, how fast they arrive, what a step costs without them.
 
 `local-disk` reads real bytes from a real disk (measured). `paced-cg` and `paced-mn` hold the experts in host memory and
-slow the transfers down to the load-to-compute ratio L/c of the DraftExpert paper's platforms (emulated): c is what a
-one-token AR step costs here with every expert resident, L = ratio x c is what bringing in its experts is to cost, so
-the link carries (bytes of an AR step) / L. Speedups depend on the ratio, not on either time alone.
+slow the transfers down until loading weighs beside computing as it does on the DraftExpert paper's platforms
+(emulated). Of a one-token AR step here, c is what it costs with every expert resident, and x the part of it that no
+loading hides (the rest runs while experts come), both measured; what the paper reports gives L, what bringing in its
+experts is to cost, so the link carries (bytes of an AR step) / L. Speedups depend on the ratio, not on either time
+alone.
 """
 
 from __future__ import annotations
@@ -30,14 +32,26 @@ from moexp.target.pack_format import stored_bytes
 PROBE_BYTES = 64 << 20
 COMPUTE_TOKENS = 16
 SKIPPED_STEPS = 4  # of a fresh engine: first touch of its memory
+EXPOSED_TOKENS, EXPOSED_LOAD = 8, 4.0  # steps on a link that takes so many times c: it hides all that can be hidden
 
 
 @dataclass(frozen=True)
 class LoadRatio:
-    """L/c of a one-token AR step on a paper's platform, and how it follows from what the paper reports."""
+    """How loading weighs in a one-token AR step of x + L on a paper's platform, and how that follows from what the
+    paper reports.
+
+    Attributes:
+        value: L/x, or what the step takes over c, less 1.
+        of: which of the two: "exposed" or "added".
+    """
 
     value: float
     derivation: str
+    of: Literal["exposed", "added"]
+
+    def load_s(self, compute_s: float, exposed_s: float) -> float:
+        """L here, from c and x."""
+        return self.value * exposed_s if self.of == "exposed" else (1 + self.value) * compute_s - exposed_s
 
 
 @dataclass(frozen=True)
@@ -49,7 +63,7 @@ class Platform:
         tag: how figures from it are tagged.
         kind: of store.
         padded: whether experts are padded as the recipe asks.
-        ratio: L/c to emulate; None: nothing is slowed down.
+        ratio: to emulate; None: nothing is slowed down.
         concurrency: transfers under way on the emulated link. A demand queues behind at most so many prefetches; short
             transfers need several, for the clock's wake-ups to be smaller than a transfer.
     """
@@ -74,9 +88,10 @@ def cg_ratio() -> LoadRatio:
     others = {r: (1 + value) / (1 + value * r / top_k) for r in (2, 3)}
     return LoadRatio(
         value,
-        f"L/c = {value:.2f} solves (c + L) / (c + L/6) = {speed['top-1']}, the speed of top-1 drafting over the target "
+        f"L/x = {value:.2f} solves (x + L) / (x + L/6) = {speed['top-1']}, the speed of top-1 drafting over the target "
         f"(DraftExpert, Figure 2); it predicts {others[2]:.2f} and {others[3]:.2f} for r = 2, 3 "
         f"(reported {speed['top-2']} and {speed['top-3']})",
+        "exposed",
     )
 
 
@@ -88,8 +103,9 @@ def mn_ratio() -> LoadRatio:
     value = resident / staged - 1
     return LoadRatio(
         value,
-        f"L/c = {resident} / {staged} - 1 = {value:.2f}: resident against flash-staged AR tokens/s (DraftExpert, "
-        "Table 1), so L is what loading adds there beyond any overlap",
+        f"(x + L) / c = {resident} / {staged} = {1 + value:.2f}: resident against flash-staged AR tokens/s "
+        "(DraftExpert, Table 1), so loading adds 41% to an AR step beyond what it hides",
+        "added",
     )
 
 
@@ -164,10 +180,12 @@ def probe(platform: Platform, target: Target, base: StoreSection, job: Job, *, c
             raise MoexpError(
                 "the experts do not fit in memory twice", where=platform.name, valid="a platform that is not paced"
             )
-        load_s = platform.ratio.value * found["compute_s"]
+        exposed_s = measure_exposed(platform, target, base, job, found["compute_s"], found["ar_bytes_per_token"])
+        load_s = platform.ratio.load_s(found["compute_s"], exposed_s)
         found |= {
             "ratio": platform.ratio.value,
             "derivation": platform.ratio.derivation,
+            "exposed_s": exposed_s,
             "load_s": load_s,
             "bandwidth_bytes_s": [found["ar_bytes_per_token"] / load_s],
         }
@@ -183,10 +201,25 @@ def sample_bandwidth(target: Target, probed: dict[str, Any], seed: int) -> float
 
 def measure_compute(target: Target, job: Job) -> float:
     """Seconds of a one-token AR step with every expert resident: the median over a short answer."""
-    with opened_store(target, StoreSection(kind="resident")) as store:
+    return _ar_step_s(target, StoreSection(kind="resident"), job, COMPUTE_TOKENS)
+
+
+def measure_exposed(
+    platform: Platform, target: Target, base: StoreSection, job: Job, compute_s: float, bytes_per_token: int
+) -> float:
+    """Seconds of a one-token AR step during which nothing is loaded: what it takes on a link that is slow enough to
+    hide all else, less what that link takes; from a hundredth of `compute_s` to all of it.
+    """
+    load_s = EXPOSED_LOAD * compute_s
+    section = store_section(platform, base, bytes_per_token / load_s)
+    left_s = _ar_step_s(target, section, job, EXPOSED_TOKENS) - load_s
+    return min(max(left_s, 0.01 * compute_s), compute_s)
+
+
+def _ar_step_s(target: Target, section: StoreSection, job: Job, tokens: int) -> float:
+    with opened_store(target, section) as store:
         engine = PromptEngine(target, store)
-        tokens = COMPUTE_TOKENS + SKIPPED_STEPS
-        steps, _ = decode_all(engine, job.prompt_ids, Method(), Sampling(), max_new_tokens=tokens)
+        steps, _ = decode_all(engine, job.prompt_ids, Method(), Sampling(), max_new_tokens=tokens + SKIPPED_STEPS)
         seconds = statistics.median(step.cycle_s for step in steps[SKIPPED_STEPS:])
     del engine, store
     gc.collect()  # gigabytes, where experts are padded
