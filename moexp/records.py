@@ -92,7 +92,7 @@ class TrainRecord:
 
 @dataclass(frozen=True, slots=True)
 class ProbeRecord:
-    """A short measurement of the machine between two requests of a run, on text of its own.
+    """A short measurement of the machine between two requests of a run (or two turns), on text of its own.
 
     place: requests of the run that were complete before it. kind: of a step, or "burst". took_s: all of it.
     parts: of a step, seconds by part (`moexp.sim.stopwatch.StepTimes`), with `experts` and `rows`; of a burst, the

@@ -149,6 +149,20 @@ def test_a_prefill_that_was_cut_off_is_not_kept(target: Target, monkeypatch: pyt
         assert decode_all(engine, one, Method(), Sampling(), max_new_tokens=6)[1].tokens == wanted
 
 
+def test_a_prompt_is_copied_to_a_lane_of_its_own(target: Target):
+    (job,) = jobs_of(target, 1)
+    with opened_store(target, StoreSection(kind="resident")) as store:
+        engine = PromptEngine(target, store)
+        rows = []
+        for _ in range(2):
+            digest = LogitsDigest()
+            decode_all(engine, job.prompt_ids, TOP_1, Sampling(), max_new_tokens=8, on_logits=digest)
+            rows.append(digest.rows)
+            taken_s = engine.prefill_s
+            engine.lane = engine.new_lane()
+    assert rows[0] == rows[1] and engine.prefill_s == taken_s > 0
+
+
 # --- interleaved runs ---
 
 
@@ -165,6 +179,32 @@ def run(target: Target, folder: Path, jobs: list[Job], methods: list[Method], **
             max_new_tokens=6,
             **options,
         )
+
+
+@pytest.mark.parametrize("slice_s", [0.0, 0.01])
+def test_turns_give_what_whole_answers_give_and_are_resumed(target: Target, tmp_path: Path, slice_s: float):
+    methods, jobs = [Method(), TOP_1, Method(drafter="top-r", r=2, max_draft=2)], jobs_of(target, 2)
+    run(target, tmp_path / "whole", jobs, methods)
+    paused: list[int] = []
+
+    def stop(complete: int) -> None:
+        paused.append(complete)
+        if complete == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(target, tmp_path / "turns", jobs, methods, slice_s=slice_s, between=stop)
+    assert paused == sorted(paused)
+    if not slice_s:
+        assert paused.count(0) > len(methods)  # before every turn
+    run(target, tmp_path / "turns", jobs, methods, slice_s=slice_s)
+    kept = []
+    for name in ("whole", "turns"):
+        steps, requests = records(tmp_path / name)
+        tokens = {(one.request, one.method): one.tokens for one in requests}
+        assert len(tokens) == len(requests) == 6 and len({one.request for one in requests[:3]}) == 1
+        kept.append((tokens, {(one.request, one.method, one.cycle): one.tokens for one in steps}, len(steps)))
+    assert kept[0] == kept[1]
 
 
 def test_methods_take_turns_and_none_always_goes_first(target: Target, tmp_path: Path):

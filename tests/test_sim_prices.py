@@ -23,7 +23,7 @@ from moexp.sim.link import LinkModel
 from moexp.sim.machine import MachineModel
 from moexp.sim.prices import AR_STEP, BURST, DRAFT_MORE, DRAFT_ONE, STEP_KINDS, VERIFY_STEP, Prices
 from moexp.sim.replay import compare, replay
-from moexp.sim.validate import priced, prices_of
+from moexp.sim.validate import priced, prices_of, spans_of
 from moexp.target.load import Target, load_target
 from tests.engines import StandInDrafts
 
@@ -60,7 +60,7 @@ def seconds(costs: ComputeCosts) -> dict[str, float]:
 
 
 def test_costs_are_those_that_made_the_probes_however_long_they_waited():
-    found = Prices(probes(0)).costs(7, LAYERS, MOE)
+    found = Prices(probes(0)).costs((7, 8), LAYERS, MOE)
     assert seconds(found) == pytest.approx(seconds(BLOCK))
     assert found.draft is not None and seconds(found.draft) == pytest.approx(seconds(DRAFT))
     assert found.dense_layers == 1
@@ -68,16 +68,24 @@ def test_costs_are_those_that_made_the_probes_however_long_they_waited():
 
 def test_a_request_is_priced_by_the_probes_nearest_to_it():
     prices = Prices([*probes(9, 4.0), *probes(1), *probes(0), *probes(20, 4.0), *probes(30, 100.0)])
-    near = [prices.costs(place, LAYERS, MOE).attention_s / BLOCK.attention_s for place in (0, 5, 25)]
-    # two before and two behind, as far as there are any, and the median of them
-    assert near == pytest.approx([1.0, 2.5, 4.0])
+    near = [prices.costs((n, n + 1), LAYERS, MOE).attention_s / BLOCK.attention_s for n in (0, 5, 25)]
+    # its own, two before and two behind, as far as there are any, and the mean of them
+    assert near == pytest.approx([2.0, 2.5, 36.0])
+
+
+def test_requests_in_turns_are_priced_by_the_probes_of_their_turns():
+    own = [record for place, by in ((3, 1.0), (3, 1.0), (4, 5.0), (5, 5.0)) for record in probes(place, by)]
+    prices = Prices([*probes(1, 100.0), *own, *probes(6, 100.0)])
+    assert prices.costs((3, 6), LAYERS, MOE).attention_s / BLOCK.attention_s == pytest.approx(3.0)
+    requests = [RequestRecord(r, "chat", m, 1, 1, 0.0, 0.0, "length", [1]) for r, m in ((0, "a"), (0, "b"), (1, "b"))]
+    assert spans_of(requests) == {(0, "a"): (0, 2), (0, "b"): (0, 2), (1, "b"): (2, 3)}
 
 
 def test_links_follow_bursts_and_emulated_ones_stay():
     known = LinkModel(1.0, latency_s=2.0, concurrency=4, background=1)
     burst = ProbeRecord(0, BURST, 1.0, {"1": 0.5, "6": 1.0, "18": 2.0})
-    assert Prices([burst]).link(3, known, 1000) == LinkModel(9000.0, 2000.0, 0.0, 4, 1)
-    assert Prices(probes(0)).link(3, known, 1000) is known
+    assert Prices([burst]).link((3, 4), known, 1000) == LinkModel(9000.0, 2000.0, 0.0, 4, 1)
+    assert Prices(probes(0)).link((3, 4), known, 1000) is known
 
 
 def test_a_run_is_complete_with_all_kinds_of_steps():

@@ -105,7 +105,7 @@ def target(tiny_folder) -> Target:
 
 
 def record(
-    target: Target, folder: Path, store: SlotStore, policy: str, methods=METHODS, jobs=JOBS, tokens=10
+    target: Target, folder: Path, store: SlotStore, policy: str, methods=METHODS, jobs=JOBS, tokens=10, slice_s=None
 ) -> Recording:
     info = recording_info(target, store, StoreSection(kind="disk", policy=policy), methods)  # type: ignore[arg-type]
     done = begin_run(folder, {"policy": policy})
@@ -122,6 +122,7 @@ def record(
             warmup=jobs[-1:],
             warmup_tokens=3,
             recorder=recorder,
+            slice_s=slice_s,
         )
     return read_recording(folder)
 
@@ -153,6 +154,28 @@ def test_a_replay_counts_what_the_run_counted(target: Target, tmp_path: Path, po
         assert set(EXACT) <= set(one.counts) and one.counts["demanded"][0] > 0
     if prefetch:
         assert any(one.counts["prefetched"][0] for one in found) and any(one.counts["used"][0] for one in found)
+
+
+def test_turns_of_a_cycle_each_are_counted_and_recorded_as_whole_answers_are(target: Target, tmp_path: Path):
+    found = {}
+    for name, slice_s in (("whole", None), ("turns", 0.0), ("some", 0.02)):
+        folder = tmp_path / name
+        with opened(target, "none", None) as store:
+            recording = record(target, folder, store, "none", slice_s=slice_s)
+        steps = steps_of(folder)
+        compared = compare(steps, replay(recording, machine_of(recording)))
+        assert {one.method for one in compared} == {method.label for method in METHODS}
+        assert all(one.counters_match for one in compared), [(one.method, one.differing) for one in compared]
+        cycles = {
+            method.label: [(one.request, one.cycle, [p.routing.tolist() for p in one.passes if p.phase != "prefill"])
+                           for one in recording.of_method(method.label)]
+            for method in METHODS
+        }  # fmt: skip
+        tokens = {(one.request, one.method, one.cycle): (one.tokens, one.confidences) for one in steps}
+        names = ("demanded", "missed", "prefetched", "used", "cancelled")
+        counts = {(one.request, one.method, one.cycle): [one.store[name] for name in names] for one in steps}
+        found[name] = cycles, tokens, counts
+    assert found["turns"] == found["whole"] == found["some"]
 
 
 def test_a_recording_is_what_was_routed(target: Target, tmp_path: Path):

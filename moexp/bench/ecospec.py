@@ -44,6 +44,7 @@ from moexp.bench.ecospec_data import (
 from moexp.bench.measure import measure_on
 from moexp.bench.platforms import Platform, find_platform
 from moexp.bench.runner import PromptEngine, kept_tokens, make_jobs, select_prompts, tuning_prompts
+from moexp.bench.turns import SLICE_S
 from moexp.compute import prepare
 from moexp.errors import MoexpError
 from moexp.recipe import Recipe
@@ -229,6 +230,7 @@ class _Bench:
             batch=batch,
             engines=self._engines if on_disk else self._warm_engines,
             store=None if on_disk else self._memory,
+            slice_s=SLICE_S if on_disk else None,  # in memory, an oracle is shared by whoever decodes
         )
         if first and not on_disk:
             self.share = (kept_tokens(part) or tokens) / tokens

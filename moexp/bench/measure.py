@@ -24,6 +24,7 @@ from moexp.bench.runner import (
     kept_tokens,
     run_methods,
 )
+from moexp.bench.turns import SLICE_S
 from moexp.progress import stage
 from moexp.provenance import collect_provenance
 from moexp.records import RequestRecord
@@ -59,6 +60,7 @@ def measure_on(
     batch: int = 1,
     store: Callable[[], ExpertStore] | None = None,
     minutes: float | None = None,
+    slice_s: float | None = SLICE_S,
 ) -> bool:
     """Decodes all jobs by all methods on a platform into `place`; False where they are there already.
 
@@ -74,6 +76,7 @@ def measure_on(
         batch: jobs decoded together.
         store: gives an open one of the platform's kind; by default one is opened and closed here.
         minutes: the run is to take, about: each prompt gets as many of `max_new_tokens` as the warm-up promises.
+        slice_s: of a method's turn on a prompt; None: each decodes its whole answer.
     """
     settings = {
         "tag": platform.tag,
@@ -88,6 +91,7 @@ def measure_on(
         "batch": batch,
         "ratio": {"value": platform.ratio.value, "of": platform.ratio.of} if platform.ratio else None,
         "minutes": minutes,
+        **({} if slice_s is None else {"slice_s": slice_s}),
     }
     done = begin_run(place, settings)
     if is_complete(done, jobs, methods):
@@ -126,6 +130,7 @@ def measure_on(
             warmup=warmup,
             warmup_tokens=2 if platform.paced else 8,
             batch=batch,
+            slice_s=slice_s,
             recorder=recorder,
             after_prompt=lambda: None if probed else sample_link(platform, target, opened, known, place),
             **between,

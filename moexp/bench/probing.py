@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,8 @@ from moexp.sim.stopwatch import TimedEngine
 from moexp.target.draft_expert import DraftExperts
 from moexp.target.load import Target
 
-SHARE = 0.03
-"""Of a run's time, what its probes may take once each kind was taken."""
+SHARE, BURST_SHARE = 0.03, 0.015
+"""Of a run's time, what probes of steps may take once each kind was taken, and what bursts may."""
 QUICK_S = 1.0
 DRAFTED = 3  # experts of the draft step that shows what an expert costs
 ROWS = 5  # of the verification: the papers' K = 4 and the pending token
@@ -64,8 +64,8 @@ class RunProbe:
         self._random = random.Random(0)
         sizes = {1, top_k, min(3 * top_k, target.spec.num_experts)}
         self._sizes = sorted(sizes) if bursts else []
-        self._kinds = [*self._steps, *([BURST] if bursts else [])]
-        self._next, self._taken, self._cost_s = 0, dict[str, float](), 0.0
+        self._next, self._taken = 0, dict[str, float]()
+        self._cost_s, self._burst_cost_s = 0.0, 0.0
         self._file = RecordWriter(folder / PROBES)
         self._begin_s = time.perf_counter()
 
@@ -76,21 +76,31 @@ class RunProbe:
         self._file.close()
 
     def __call__(self, place: int) -> None:
-        """Takes the probes whose turn it is, as many as there is time for: each kind at first, then a share."""
-        for _ in self._kinds:
-            kind = self._kinds[self._next % len(self._kinds)]
-            allowed_s = SHARE * (time.perf_counter() - self._begin_s)
-            if kind in self._taken and self._cost_s + self._taken[kind] > allowed_s:
+        """Takes the probes whose turn it is, as many as there is time for: each kind at first, then a share. A disk
+        changes faster than all else, and a burst takes little.
+        """
+        if self._sizes and self._affordable(BURST, self._burst_cost_s, BURST_SHARE):
+            self._burst_cost_s += self._take(place, BURST, self._burst)
+        kinds = list(self._steps)
+        for _ in kinds:
+            kind = kinds[self._next % len(kinds)]
+            if not self._affordable(kind, self._cost_s, SHARE):
                 return
             self._next += 1
-            begin_s = time.perf_counter()
-            take = self._burst if kind == BURST else partial(self._step, kind)
-            parts = take()
-            if kind not in self._taken and time.perf_counter() - begin_s < QUICK_S:
-                parts = take()  # the very first touches memory for the first time, which a long step does not notice
-            self._taken[kind] = took_s = time.perf_counter() - begin_s
-            self._cost_s += took_s
-            self._file.write(ProbeRecord(place, kind, took_s, parts))
+            self._cost_s += self._take(place, kind, partial(self._step, kind))
+
+    def _affordable(self, kind: str, cost_s: float, share: float) -> bool:
+        took_s = self._taken.get(kind)
+        return took_s is None or cost_s + took_s <= share * (time.perf_counter() - self._begin_s)
+
+    def _take(self, place: int, kind: str, take: Callable[[], dict[str, float]]) -> float:
+        begin_s = time.perf_counter()
+        parts = take()
+        if kind not in self._taken and time.perf_counter() - begin_s < QUICK_S:
+            parts = take()  # the very first touches memory for the first time, which a long step does not notice
+        self._taken[kind] = took_s = time.perf_counter() - begin_s
+        self._file.write(ProbeRecord(place, kind, took_s, parts))
+        return took_s
 
     def _step(self, kind: str) -> dict[str, float]:
         """Seconds of a step's parts."""

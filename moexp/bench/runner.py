@@ -1,12 +1,13 @@
 """Interleaved runs: several methods decode the same prompts over one store, prompt by prompt, and every cycle is kept.
 
-Speed drifts from minute to minute, so methods are compared only where they took turns: all of them decode a prompt
-before any decodes the next, and the order rotates so that none always goes first.
+Speed drifts from minute to minute and from second to second, so methods are compared only where they took turns: all
+of them decode a prompt before any decodes the next, a second each in turn where the store keeps nothing between cycles
+(`moexp.bench.turns`), and the order rotates so that none always goes first.
 
 A platform's folder holds `settings.json` (what was measured), `steps.jsonl`, `requests.jsonl` and `routing.parquet`
 (what was asked of the store; not of batches), and `probes.jsonl` where the machine was probed on the way. The request
 is the unit of resuming: its steps are written first and its record last, so a pair (prompt, method) is either complete
-or measured again.
+or measured again, with those whose turns it shared.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from moexp import atomic
+from moexp.bench.turns import in_turns
 from moexp.data import Prompt, load_prompts, render_chat
 from moexp.progress import stage
 from moexp.records import RecordWriter, RequestRecord, StepRecord, read_records
@@ -30,9 +33,10 @@ from moexp.report import NEW_TOKENS, PROBE, PROBES, PROVENANCE, REQUESTS, SETTIN
 from moexp.runtime.decode import decode_all
 from moexp.runtime.decode_batch import decode_batch
 from moexp.runtime.forward import Engine
+from moexp.runtime.kv import BlockCache
 from moexp.runtime.method import Method
 from moexp.runtime.recording import PARTS, WARMUP, Recorder
-from moexp.runtime.recording_file import ROUTING
+from moexp.runtime.recording_file import ROUTING, RecordedPass
 from moexp.runtime.store import ExpertStore
 from moexp.runtime.verify import Sampling
 
@@ -56,17 +60,21 @@ class PromptEngine(Engine):
 
     Attributes:
         prefill_store: where prompts take their experts from, in place of `store`; the same weights.
+        prefill_s: seconds that the prompt took.
     """
 
     prefill_store: ExpertStore | None = None
+    prefill_s = 0.0
     _held: tuple[int, ...] = ()
-    _held_in: object = None
+    _held_in: BlockCache | None = None
     _held_features: list[Tensor] | None = None
 
     def prefill(self, ids: Sequence[int]) -> None:
-        """As the engine's; at once where the cache still holds these very ids."""
+        """As the engine's; at once where a cache still holds these very ids, the lane's own or another's."""
         prompt = tuple(ids)
-        if prompt and prompt == self._held and self.cache is self._held_in:
+        if prompt and prompt == self._held and self._held_in is not None:
+            if self.cache is not self._held_in:
+                self.cache.copy_rows(self._held_in, len(prompt))
             for layer in range(self.spec.num_layers):
                 self.cache.rewind(layer, len(prompt))
             self.lane.features = list(self._held_features or ())
@@ -74,10 +82,12 @@ class PromptEngine(Engine):
         self._held_in = None  # whatever stops the prefill, what the cache holds then is not a prompt
         decoding = self.store
         self.store = self.prefill_store or decoding
+        begin_s = time.perf_counter()
         try:
             super().prefill(ids)
         finally:
             self.store = decoding
+        self.prefill_s = time.perf_counter() - begin_s
         self._held, self._held_in, self._held_features = prompt, self.cache, list(self.lane.features)
 
 
@@ -183,6 +193,7 @@ def run_methods(
     batch: int = 1,
     recorder: Recorder | None = None,
     fit: Callable[[Sequence[RequestRecord]], int] | None = None,
+    slice_s: float | None = None,
 ) -> None:
     """Decodes every job by every method and appends the records to `folder`.
 
@@ -192,21 +203,26 @@ def run_methods(
         done: pairs (request, method) to skip, as `begin_run` gives them.
         warmup: jobs decoded first, not counted, `warmup_tokens` each by every method.
         after_prompt: called whenever the methods are through with a prompt (or a batch of them).
-        between: called before each request (or batch) and after the last, with the number of complete ones.
+        between: called before each request (or batch, or turn) and after the last, with the number of complete ones.
         batch: jobs decoded together.
         recorder: given what every request asks of the store; not for batches.
         fit: given the warm-up's records, says how many new tokens a prompt gets in place of `max_new_tokens`.
+        slice_s: methods take turns of so many seconds on each prompt; the store must keep nothing between cycles.
+            None: each decodes its whole answer; and so do batches.
     """
     assert recorder is None or batch == 1, "a batch's passes cannot be told apart"
     labels = [method.label for method in methods]
     assert len(set(labels)) == len(labels), labels
     total = len(jobs) * len(methods)
-    measured = 0
+    measured: list[tuple[int, str]] = []
 
     def engine_of(method: Method) -> Engine:
         chosen = engine if isinstance(engine, Engine) else engine(method)
         chosen.observer = recorder.log if recorder is not None else None
         return chosen
+
+    def pause() -> None:
+        between(len(done) + len(measured))
 
     with (
         RecordWriter(folder / STEPS) as steps_file,
@@ -223,34 +239,63 @@ def run_methods(
                     recorder.keep(WARMUP, record.workload, record.method, steps)
         if fit is not None and warmed:
             max_new_tokens = fit(warmed)
+        log = recorder.log if recorder is not None else None
+
+        def answered(group: Sequence[Job], wanted: Sequence[Method]) -> Iterator[_Answers]:
+            engines = {method.label: engine_of(method) for method in wanted}
+            options: Any = {"max_new_tokens": max_new_tokens, "stop_ids": stop_ids}
+            if batch > 1 or slice_s is None:
+                for method in wanted:
+                    pause()
+                    found = _decode_group(engines[method.label], group, method, sampling, **options)
+                    yield _Answers(method, engines[method.label], *found)
+                return
+            (job,) = group
+            options |= {"request": job.request, "workload": job.workload, "slice_s": slice_s}
+            pairs = [(method, engines[method.label]) for method in wanted]
+            for one in in_turns(pairs, job.prompt_ids, sampling, log=log, between=pause, **options):
+                yield _Answers(one.method, engines[one.method.label], one.steps, [one.record], one.passes)
+
         groups = [jobs[begin : begin + batch] for begin in range(0, len(jobs), batch)]
         for place, group in enumerate(groups):
-            before = measured
-            prefill_s: float | None = None
-            for turn in range(len(methods)):
-                method = methods[(place + turn) % len(methods)]
+            before = len(measured)
+            turns = [methods[(place + turn) % len(methods)] for turn in range(len(methods))]
+            wanted = [m for m in turns if any((job.request, m.label) not in done for job in group)]
+
+            for answers in answered(group, wanted):
+                method, steps, records = answers.method, answers.steps, answers.records
                 missing = [job.request for job in group if (job.request, method.label) not in done]
-                if not missing:
-                    continue
-                between(len(done) + measured)
-                steps, records = _decode_group(engine_of(method), group, method, sampling, max_new_tokens, stop_ids)
-                prefill_s = records[0].prefill_s if prefill_s is None else prefill_s
                 for step in steps:
                     if step.request in missing:
                         steps_file.write(step)
                 if recorder is not None:
-                    recorder.keep(records[0].request, records[0].workload, method.label, steps)
+                    recorder.keep(records[0].request, records[0].workload, method.label, steps, answers.passes)
                 for record in records:
                     if record.request in missing:
-                        # Methods share the prompt's prefill: its time is that of the one that ran it.
-                        requests_file.write(dataclasses.replace(record, prefill_s=prefill_s))
-                measured += len(missing)
+                        requests_file.write(dataclasses.replace(record, prefill_s=answers.prefill_s(record)))
+                measured += [(request, method.label) for request in missing]
                 seconds = max(record.decode_s for record in records)
                 rate = sum(record.new_tokens for record in records) / seconds if seconds else 0.0
-                advance(len(done) + measured, f"{method.label} {rate:.1f} tokens/s")
-            if measured > before:
+                advance(len(done) + len(measured), f"{method.label} {rate:.1f} tokens/s")
+            if len(measured) > before:
                 after_prompt()
-        between(len(done) + measured)
+        pause()
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """What a method made of a prompt, or of a batch of them. `passes`: None where the recorder still holds them."""
+
+    method: Method
+    engine: Engine
+    steps: list[StepRecord]
+    records: list[RequestRecord]
+    passes: list[RecordedPass] | None = None
+
+    def prefill_s(self, record: RequestRecord) -> float:
+        """Methods share the prompt's prefill: its time is that of the one that ran it."""
+        shared = len(self.records) == 1 and isinstance(self.engine, PromptEngine)
+        return self.engine.prefill_s if shared else record.prefill_s  # type: ignore[attr-defined]
 
 
 def _decode_group(

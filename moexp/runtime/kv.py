@@ -49,6 +49,16 @@ class BlockCacheLayer(CacheLayerMixin):
         padded = padded_length(self.length, self.kv_multiple)
         return self.keys[:, :, :padded], self.values[:, :, :padded]
 
+    def copy_rows(self, other: BlockCacheLayer, length: int) -> None:
+        """Hold the first `length` rows of another layer, and nothing else."""
+        assert other.keys is not None and other.values is not None
+        if not self.is_initialized:
+            self.lazy_initialization(other.keys, other.values)
+        assert self.keys is not None and self.values is not None
+        self.keys[:, :, :length] = other.keys[:, :, :length]
+        self.values[:, :, :length] = other.values[:, :, :length]
+        self.length = length
+
     def crop(self, tokens_to_remove: int) -> None:
         assert 0 <= -tokens_to_remove <= self.length
         self.length += tokens_to_remove
@@ -85,6 +95,11 @@ class BlockCache(Cache):
     def length(self) -> int:
         """Rows held."""
         return self._layers[0].length
+
+    def copy_rows(self, other: BlockCache, length: int) -> None:
+        """Hold the first `length` rows of another cache, which has them, and nothing else."""
+        for mine, theirs in zip(self._layers, other._layers, strict=True):
+            mine.copy_rows(theirs, length)
 
     def rewind(self, layer: int, length: int) -> None:
         """Keep only the first `length` rows of one layer, while a step is on its way through the layers."""

@@ -84,14 +84,22 @@ class Recorder:
         self._event = table.num_rows and pc.max(table.column("event")).as_py() + 1
         self._session = table.num_rows and pc.max(table.column("session")).as_py() + 1
 
-    def keep(self, request: int, workload: str, method: str, steps: Sequence[StepRecord]) -> None:
-        """Ends a request: everything logged since the last one is its.
+    def keep(
+        self,
+        request: int,
+        workload: str,
+        method: str,
+        steps: Sequence[StepRecord],
+        passes: Sequence[RecordedPass] | None = None,
+    ) -> None:
+        """Ends a request.
 
         Args:
             request: `WARMUP` for what is not counted.
             steps: of its cycles, in order.
+            passes: its own; None: everything logged since the last request.
         """
-        rows = rows_of(self.log.take(), steps)
+        rows = rows_of(self.log.take() if passes is None else passes, steps)
         for row in rows:
             row |= {"event": self._event, "session": self._session, "request": request}
             row |= {"workload": workload, "method": method}

@@ -176,6 +176,11 @@ class Residency:
         if self._capacity is not None:
             self._shrink()
 
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is on its way."""
+        return all(entry.ready for entry in self.entries.values())
+
     def cancel_all(self) -> None:
         """Cancel every queued prefetch."""
         for layer in list(self._announced):

@@ -72,6 +72,10 @@ class ExpertStore(Protocol):
     def release(self, ticket: Ticket) -> None:
         """Unpin the ticket's experts; their tensors must not be used any more. Releasing twice does nothing."""
 
+    def settle(self) -> None:
+        """Wait for what is on its way, and let the policy drop what its cycle is over for: nothing of what was done
+        before is done after. No ticket may be open."""
+
     def close(self) -> None:
         """Stop reading and give the memory back. Closing twice does nothing. A `with` block closes at its end."""
 
@@ -111,6 +115,9 @@ class ResidentStore:
 
     def release(self, ticket: Ticket) -> None:
         ticket.released = True
+
+    def settle(self) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -226,6 +233,13 @@ class SlotStore:
         if not ticket.released:
             ticket.released = True
             self._residency.release(ticket.entries, ticket.phase)
+
+    def settle(self) -> None:
+        self._check_open()
+        self._residency.cancel_all()
+        while not self._residency.quiet:
+            self._land(self._landed.get())
+        self.begin_cycle()
 
     def close(self) -> None:
         if self._closed:

@@ -17,9 +17,11 @@ from moexp.sim.link import LinkModel
 
 DRAFT_ONE, DRAFT_MORE, AR_STEP, VERIFY_STEP, BURST = "draft-one", "draft-more", "ar", "verify", "burst"
 STEP_KINDS = (DRAFT_ONE, DRAFT_MORE, AR_STEP, VERIFY_STEP)
-NEAREST = 2  # probes of a kind before a request, and behind it
+NEAREST = 2  # probes of a kind before requests, and behind them
 
 Parts = Mapping[str, float]
+Span = tuple[int, int]
+"""Requests of a run, by how many were complete before them: the first, and one behind the last."""
 
 
 class Prices:
@@ -35,33 +37,35 @@ class Prices:
         """Whether every kind of step was probed."""
         return all(kind in self._by_kind for kind in STEP_KINDS)
 
-    def near(self, kind: str, place: int) -> dict[str, float]:
-        """Each part's median over the probes nearest to the request that was decoded after `place` others."""
+    def near(self, kind: str, span: Span) -> dict[str, float]:
+        """Each part's mean over the probes that were taken while requests number `span` were decoded in turns; where
+        they are few, over those nearest too. What they add up to counts, so their mean does.
+        """
         records = self._by_kind[kind]
-        before = [one for one in records if one.place <= place][-NEAREST:]
-        behind = [one for one in records if one.place > place][:NEAREST]
-        return {
-            name: statistics.median(one.parts[name] for one in (*before, *behind))
-            for name in (*before, *behind)[0].parts
-        }
+        chosen = [one for one in records if span[0] <= one.place < span[1]]
+        if len(chosen) < 2 * NEAREST:
+            chosen = [one for one in records if one.place < span[0]][-NEAREST:] + chosen
+            chosen += [one for one in records if one.place >= span[1]][:NEAREST]
+        return {name: statistics.fmean(one.parts[name] for one in chosen) for name in chosen[0].parts}
 
-    def costs(self, place: int, layers: int, moe_layers: int) -> ComputeCosts:
-        """Computing, as it was around a request; every kind of step must have been probed.
+    def costs(self, span: Span, layers: int, moe_layers: int) -> ComputeCosts:
+        """Computing, as it was around requests; every kind of step must have been probed.
 
         Args:
+            span: see `near`.
             layers, moe_layers: decoder layers, and those of them with experts.
         """
-        one, more, ar, verify = (self.near(kind, place) for kind in STEP_KINDS)
+        one, more, ar, verify = (self.near(kind, span) for kind in STEP_KINDS)
         launch_s = _slope(_experts(ar, verify, moe_layers), [_ahead(step) / moe_layers for step in (ar, verify)])
         block = _costs(ar, verify, layers, moe_layers, launch_s)
         draft = _costs(one, more, layers, moe_layers, launch_s)
         return replace(block, draft=draft)
 
-    def link(self, place: int, known: LinkModel, expert_bytes: int) -> LinkModel:
-        """`known`, with the rates of the bursts around a request, if there are any."""
+    def link(self, span: Span, known: LinkModel, expert_bytes: int) -> LinkModel:
+        """`known`, with the rates of the bursts around requests, if there are any."""
         if BURST not in self._by_kind:
             return known
-        burst = {int(size): seconds for size, seconds in self.near(BURST, place).items()}
+        burst = {int(size): seconds for size, seconds in self.near(BURST, span).items()}
         largest = max(burst)
         together = largest * expert_bytes / burst[largest]
         return replace(known, bandwidth_bytes_s=together, alone_bytes_s=expert_bytes / burst[min(burst)], latency_s=0.0)

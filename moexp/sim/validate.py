@@ -8,8 +8,9 @@ factor would mend: the median of measured over simulated time of the other metho
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from moexp.report import PROBE, PROBES, REQUESTS, SETTINGS, STEPS, Row, View, re
 from moexp.runtime.recording_file import ROUTING, Recording, read_recording
 from moexp.sim.fit import Fit, fit_steps, has_link, link_of
 from moexp.sim.machine import MachineModel
-from moexp.sim.prices import Prices
+from moexp.sim.prices import Prices, Span
 from moexp.sim.replay import EXACT, Comparison, compare, replay
 
 RESIDENT = "resident"
@@ -140,17 +141,27 @@ def priced(
     """`model` as it was around each request, by request and method."""
     if prices is None:
         return None
-    requests = read_records(place / REQUESTS, RequestRecord, resuming=True)
-    order = {(one.request, one.method): number for number, one in enumerate(requests)}
+    spans = spans_of(read_records(place / REQUESTS, RequestRecord, resuming=True))
     numbers = recording.info.geometry.layers
     layers, moe_layers = max(numbers) + 1, len(numbers)
 
     def at(request: int, method: str) -> MachineModel:
-        when = order.get((request, method), len(order))
-        link = prices.link(when, model.link, model.expert_bytes)
-        return replace(model, costs=prices.costs(when, layers, moe_layers), link=link)
+        span = spans.get((request, method), (len(spans), len(spans) + 1))
+        link = prices.link(span, model.link, model.expert_bytes)
+        return replace(model, costs=prices.costs(span, layers, moe_layers), link=link)
 
     return at
+
+
+def spans_of(requests: Iterable[RequestRecord]) -> dict[tuple[int, str], Span]:
+    """For each request and method, the requests of the run that it was decoded beside: methods take turns on a prompt,
+    and their records follow each other.
+    """
+    spans: dict[tuple[int, str], Span] = {}
+    for _, group in itertools.groupby(requests, key=lambda one: one.request):
+        together = [(one.request, one.method) for one in group]
+        spans |= dict.fromkeys(together, (len(spans), len(spans) + len(together)))
+    return spans
 
 
 def _speedups(one: Comparison, ar: Comparison | None) -> tuple[float | None, float | None]:
