@@ -233,7 +233,9 @@ def run_methods(
         for job in warmup:
             for method in methods:
                 tokens = min(warmup_tokens, max_new_tokens)
-                steps, record = _decode(engine_of(method), job, method, sampling, tokens, stop_ids)
+                chosen = engine_of(method)
+                steps, record = _decode(chosen, job, method, sampling, tokens, stop_ids)
+                chosen.store.settle()
                 warmed.append(record)
                 if recorder is not None:
                     recorder.keep(WARMUP, record.workload, record.method, steps)
@@ -248,6 +250,7 @@ def run_methods(
                 for method in wanted:
                     pause()
                     found = _decode_group(engines[method.label], group, method, sampling, **options)
+                    engines[method.label].store.settle()
                     yield _Answers(method, engines[method.label], *found)
                 return
             (job,) = group

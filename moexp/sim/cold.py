@@ -49,6 +49,9 @@ class ColdMachine:
         """See `Machine`."""
         return time_cycles(self, self._cycle, cycles)
 
+    def settle(self) -> None:
+        """See `Machine`: nothing is on its way between two cycles."""
+
     def reprice(self, model: MachineModel) -> None:
         """See `Machine`."""
         self.model = model

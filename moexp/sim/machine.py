@@ -90,6 +90,11 @@ class Machine:
         if self._store is not None:
             self._store.link.reprice(model.link)
 
+    def settle(self) -> None:
+        """Between two requests: what is on its way lands, and nothing of the one is done in the other's time."""
+        if self._store is not None:
+            self.now_s = self._store.settle(self.now_s)
+
     def close(self) -> None:
         """End the run: whatever was prefetched and not used is wasted now."""
         if self._store is not None:

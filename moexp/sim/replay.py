@@ -94,6 +94,7 @@ def replay(
         for (request, method), mine in groupby(recorded, lambda one: (one.request, one.method)):
             if prices is not None and request >= 0:
                 machine.reprice(prices(request, method))
+            machine.settle()
             end = begin + len(list(mine))
             with no_collection():
                 times += machine.run_timed(cycles[begin:end])

@@ -94,6 +94,16 @@ class VirtualStore:
         """See `ExpertStore`."""
         self._residency.release(ticket.entries, ticket.phase)
 
+    def settle(self, now_s: float) -> float:
+        """See `ExpertStore`; the time at which nothing is on its way any more."""
+        self._drain(now_s)
+        self._residency.cancel_all()
+        while self.link.next_s < float("inf"):
+            self.link.wait()
+            self._take()
+        self._residency.begin_cycle()
+        return max(now_s, self.link.now_s)
+
     def close(self, now_s: float) -> None:
         """Let what has begun land, forget the rest; every prefetch is used or wasted then."""
         self._drain(now_s)
