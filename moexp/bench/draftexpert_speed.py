@@ -226,7 +226,8 @@ def _platform_notes(platform: Measured) -> list[str]:
         notes.append(
             f"{platform.name} is emulated: experts in host memory behind a link of "
             f"{probe['bandwidth_bytes_s'][0] / 1e9:.3g} GB/s = {probe['ar_bytes_per_token'] / 1e6:.3g} MB / "
-            f"({probe['ratio']:.2f} x {1000 * probe['compute_s']:.2f} ms). {probe['derivation']}."
+            f"{1000 * probe['load_s']:.1f} ms (L). {probe['derivation']}; here c = {1000 * probe['compute_s']:.1f} ms "
+            f"and x = {1000 * probe['exposed_s']:.1f} ms."
         )
     return notes
 
