@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import shutil
 import statistics
@@ -145,6 +146,7 @@ def run(
         "experts_per_token": spec.experts_per_token,
         "threads": threads,
         "io_threads": io_threads,
+        "read_ahead_kb": read_ahead_kb(folder),
     }
     rows = [row_of(raw, engine) for engine in engines]
     atomic.write_json(results / "peers.json", {**raw, "provenance": provenance})
@@ -174,6 +176,20 @@ def _prepare(
         "accelerate": {"model": str(target), "threads": threads, "offload": str(offload)},
         "llama.cpp": {"model": str(gguf), "threads": threads},
     }
+
+
+def read_ahead_kb(folder: Path) -> int | None:
+    """What the system reads around a page that is missing, of files in a folder; None where it does not say. What
+    decodes from mappings depends on it: Linux's default is 128, and some virtual disks have 8,192.
+    """
+    device = folder.stat().st_dev
+    place = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    for parent in (place, place / ".."):  # of a partition, its disk
+        try:
+            return int((parent / "queue" / "read_ahead_kb").read_text())
+        except (OSError, ValueError):
+            continue
+    return None
 
 
 def version(engine: str, llama_python: str) -> str:
@@ -239,8 +255,10 @@ def markdown(raw: Mapping[str, Any], rows: Sequence[Row], provenance: Mapping[st
         view_text(View("decoding, median (lowest..highest) of the prompts (measured)", header, shown)),
         "Before each token, pages of routed experts are given back to the system, from the peers' mappings and from "
         f"the page cache, so that they come from the disk as moexp's do ({raw['io_threads']} threads, O_DIRECT). "
-        "Prefill and that are not timed. Bytes are what the system counts for the process. Tokens are ids, chosen "
-        "greedily; kernels differ, so near-ties may fall elsewhere, and what follows then differs too.",
+        "Prefill and that are not timed. Bytes are what the system counts for the process; accelerate loads all "
+        "experts of a layer, and a mapping brings in what the system reads ahead "
+        f"({raw.get('read_ahead_kb') or 'an unknown number of'} KB here; Linux's default is 128). Tokens are ids, "
+        "chosen greedily; kernels differ, so near-ties may fall elsewhere, and what follows then differs too.",
         f"{'; '.join(str(row['version']) for row in rows)}.",
         f"Provenance: {provenance_text([dict(provenance)], threads=raw['threads'])}.",
     ]
