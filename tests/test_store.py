@@ -675,6 +675,16 @@ def test_paced_transfers_take_at_least_the_links_time(tmp_path, kind):
         assert store.counters.stall_s <= elapsed_s
 
 
+def test_a_closed_store_holds_no_memory_though_it_is_still_known(tmp_path):
+    index = ExpertIndex.from_checkpoint(save_shards(tmp_path, expert_tensors(width=64, hidden=64), 2))
+    store = open_store(index, "host")
+    ticket = store.request(index.keys[:4], "ar")
+    assert len(list(store.arrivals(ticket))) == 4 and store._slots.allocated >= 4  # type: ignore[attr-defined]
+    store.release(ticket)
+    store.close()
+    assert not store._slots._free and not store._residency.entries  # type: ignore[attr-defined]
+
+
 def test_closing_a_paced_store_does_not_wait_for_the_link():
     pacer = Pacer(bandwidth_bytes_s=EXPERT_BYTES / 1000, concurrency=2)
     store = marked_store(pacer=pacer)

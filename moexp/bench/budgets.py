@@ -8,6 +8,7 @@ has a folder of records, and its recording is replayed by the simulator.
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,3 +126,4 @@ def measure_budgets(
                             recorder=recorder,
                         )
                     sample_link(DISK, target, store, known, folder)
+                gc.collect()  # an engine and its store know each other: gigabytes

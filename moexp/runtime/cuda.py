@@ -44,6 +44,9 @@ class CudaSlots:
         slot.last_use = torch.cuda.current_stream(self.device).record_event()
         self._free.append(slot)
 
+    def clear(self) -> None:
+        self._free.clear()
+
 
 class PinnedSource:
     """Experts in pinned host memory, copied to a GPU by the worker's own stream.

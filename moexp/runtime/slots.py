@@ -69,6 +69,9 @@ class SlotPool(Protocol):
 
     def give(self, slot: Slot) -> None: ...
 
+    def clear(self) -> None:
+        """Forget all free slots; their memory goes with the last who knows them."""
+
 
 class Slots:
     """Slots cut from large arenas, which are added as they are needed and kept until the store goes.
@@ -98,6 +101,9 @@ class Slots:
         if self._poison:
             np.frombuffer(slot.buffer, dtype=np.uint8).fill(0xFF)
         self._free.append(slot)
+
+    def clear(self) -> None:
+        self._free.clear()
 
     def _grow(self) -> None:
         count = max(1, min(_ARENA_SLOTS, _ARENA_BYTES // self.slot_bytes))

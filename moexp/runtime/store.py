@@ -250,6 +250,7 @@ class SlotStore:
             self._transport.close()
             self._drain()
             self._residency.clear()
+            self._slots.clear()
         finally:
             self._transport.close()
             self.source.close()
