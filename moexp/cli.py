@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from moexp import __version__
+from moexp import __version__, ranks
 from moexp.cli_group import CommandGroup
 
 if TYPE_CHECKING:
@@ -377,7 +377,11 @@ from moexp import cli_pack  # noqa: E402, F401 (registers its commands)
 
 def main() -> None:
     """The console script."""
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        ranks.leave(end.code)
+        raise
 
 
 import moexp.cli_plan  # noqa: E402, F401 (registers its command on the app above)

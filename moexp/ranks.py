@@ -119,6 +119,17 @@ def joined() -> Iterator[Run]:
     dist.destroy_process_group()  # after a failure the process ends as it stands: the others may be gone
 
 
+def leave(code: object) -> None:
+    """Ends this process at once where it is one of several, with everything said: what the libraries that connected
+    them take apart at a normal end can abort it, and a run that is done would count as failed. A single process goes
+    on.
+    """
+    if launched() > 1:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(code if isinstance(code, int) else int(code is not None))
+
+
 @contextmanager
 def _together() -> Iterator[Any]:
     """torch.distributed, whose errors mean that another process is gone."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from operator import ne
 from pathlib import Path
 
 import pytest
@@ -218,6 +219,8 @@ def test_a_key_with_one_wrong_letter_is_still_recognised(key: str, position: int
     place = position % len(key)
     wrong = key[:place] + letter + key[place + 1 :]
     assume(len(key.rsplit(".", 1)[-1]) >= 5 and key[place] != "." and wrong not in valid_keys())
+    as_near = [other for other in valid_keys() if len(other) == len(wrong) and sum(map(ne, other, wrong)) == 1]
+    assume(as_near == [key])  # or nobody could say which of them was meant
     assert nearest_key(wrong).rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]
 
 
