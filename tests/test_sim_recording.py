@@ -96,6 +96,7 @@ def opened(target: Target, policy: str, capacity: int | None, *, instant: bool =
         begin()
 
     store.begin_cycle = settle  # type: ignore[method-assign]
+    store.settle = settle  # type: ignore[method-assign]
     return store
 
 
