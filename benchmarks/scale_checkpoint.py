@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from moexp.target.experts import header_bytes
 from moexp.target.tiny import byte_tokenizer
 
 SHARD_BYTES = 2 << 30
@@ -132,14 +132,12 @@ def _shards(shapes: dict[str, tuple[int, ...]], shard_bytes: int) -> Iterator[li
 
 
 def _header(shapes: dict[str, tuple[int, ...]]) -> bytes:
-    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, Any] = {}
     end = 0
     for name, shape in shapes.items():
         begin, end = end, end + 2 * math.prod(shape)
         entries[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+    return header_bytes(entries)
 
 
 def _weights(name: str, shape: tuple[int, ...], seed: int) -> Iterator[memoryview]:

@@ -241,7 +241,7 @@ def bench(
 
     numbers, name = parse_asked(table, figure, paper)
     files = run_bench(load(recipe, changes), numbers, figure=name, paper=paper, out=out)
-    _say_files(files, show=numbers is not None and len(numbers) == 1)
+    say_files(files, show=numbers is not None and len(numbers) == 1)
 
 
 @command(app, "cache-budgets", "moexp cache-budgets --recipe pocket --prompts 1")
@@ -254,7 +254,7 @@ def cache_budgets(
     """Measure every cache policy at budgets from none to all experts, and simulate the same."""
     from moexp.bench.budgets_table import run_budgets
 
-    _say_files(run_budgets(load(recipe, changes), prompts, tokens), show=True)
+    say_files(run_budgets(load(recipe, changes), prompts, tokens), show=True)
 
 
 @command(app, "tune", "moexp tune --recipe pocket")
@@ -336,7 +336,7 @@ def simulate(
         validate=validate,
         out=out,
     )
-    _say_files(files, show=True)
+    say_files(files, show=True)
 
 
 @command(app, "report", "moexp report --recipe pocket")
@@ -351,7 +351,7 @@ def report(
     """Rebuild tables, figures and the report (Markdown and one HTML page) from raw records; nothing is run."""
     from moexp.web.build import rebuild_report
 
-    _say_files(rebuild_report(load(recipe, changes), paper, out=out), show=False)
+    say_files(rebuild_report(load(recipe, changes), paper, out=out), show=False)
 
 
 @command(app, "audit", "moexp audit --recipe pocket")
@@ -363,7 +363,7 @@ def audit(recipe: RecipeOption = "pocket", changes: SetOption = None, out: OutOp
         raise typer.Exit(1)
 
 
-def _say_files(files: list[Path], *, show: bool) -> None:
+def say_files(files: list[Path], *, show: bool) -> None:
     """Names the files that were written; with `show`, prints the Markdown ones."""
     for file in files:
         if show and file.suffix == ".md":
@@ -372,7 +372,7 @@ def _say_files(files: list[Path], *, show: bool) -> None:
         typer.echo(str(file))
 
 
-from moexp import cli_pack  # noqa: E402, F401 (registers its commands)
+from moexp import cli_pack, cli_plan  # noqa: E402, F401 (they register their commands)
 
 
 def main() -> None:
@@ -382,6 +382,3 @@ def main() -> None:
     except SystemExit as end:
         ranks.leave(end.code)
         raise
-
-
-import moexp.cli_plan  # noqa: E402, F401 (registers its command on the app above)

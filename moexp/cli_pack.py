@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from moexp.cli import OutOption, RecipeOption, SetOption, app, command, load
+from moexp.cli import OutOption, RecipeOption, SetOption, app, command, load, say_files
 
 QuantOption = Annotated[str, typer.Option("--quant", "-q", metavar="none|q8_0|q4_0", help="How experts are stored.")]
 
@@ -28,7 +28,4 @@ def bench_quant(recipe: RecipeOption = "pocket", changes: SetOption = None, out:
     """Measure bytes, speed and held-out loss with experts as stored, in Q8_0 and in Q4_0."""
     from moexp.bench.quantised import run_quantised
 
-    files = run_quantised(load(recipe, changes), out=out)
-    typer.echo(files[-1].read_text(encoding="utf-8"))
-    for file in files:
-        typer.echo(str(file))
+    say_files(run_quantised(load(recipe, changes), out=out), show=True)

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,7 +29,7 @@ from moexp.progress import stage
 from moexp.recipe import Recipe
 from moexp.rundir import artifact_path, locked
 from moexp.runtime.store import open_store
-from moexp.target.experts import ExpertIndex, ExpertKey, ExpertWeights, checkpoint_files, read_header
+from moexp.target.experts import ExpertIndex, ExpertKey, ExpertWeights, checkpoint_files, header_bytes, read_header
 from moexp.target.load import PADDED_FROM, checkpoint_fingerprint, read_config, target_identity
 from moexp.target.pack_format import (
     CONFIG_KEY,
@@ -279,17 +278,14 @@ def _link(shard: Path, file: Path) -> None:
 
 
 def _copy_tensors(shard: Path, file: Path, entries: dict[str, dict[str, Any]]) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
+    header, offset = {}, 0
     ordered = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
     for name, entry in ordered:
         begin, end = entry["data_offsets"]
         header[name] = {**entry, "data_offsets": [offset, offset + end - begin]}
         offset += end - begin
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
     with open(shard, "rb") as read, open(file, "wb") as write:
-        write.write(struct.pack("<Q", len(text)) + text)
+        write.write(header_bytes(header))
         for _, entry in ordered:
             for chunk in _chunks(read, *entry["data_offsets"]):
                 write.write(chunk)

@@ -16,7 +16,15 @@ import torch
 from moexp.artifacts import draft_folder, method_of, opened_store, sampling_of
 from moexp.bench.draftexpert_data import LOSSES
 from moexp.bench.measure import keep_provenance
-from moexp.bench.runner import PromptEngine, begin_run, is_complete, make_jobs, run_methods, select_prompts
+from moexp.bench.runner import (
+    PromptEngine,
+    begin_run,
+    is_complete,
+    make_jobs,
+    run_methods,
+    run_settings,
+    select_prompts,
+)
 from moexp.learn.distill import distill
 from moexp.learn.draft_path import DraftPath
 from moexp.learn.train_draft import Bench, fit, measure, open_bench, settings_of
@@ -96,17 +104,17 @@ def run_ablation(recipe: Recipe, target: Target, place: Path, threads: int) -> N
         for loss in LOSSES
     ]
     tokens = min(bench.max_new_tokens, bench.paced_new_tokens)
-    settings = {
-        "tag": "measured",
-        "target": target.fingerprint,
-        "expert_width": target.spec.expert_width,
-        "rows": rows,
-        "prompts": [job.id for job in jobs],
-        "methods": [dataclasses.asdict(method) for method in methods],
-        "max_new_tokens": tokens,
-        "temperature": recipe.decode.temperature,
-        "threads": threads,
-    }
+    settings = run_settings(
+        jobs,
+        methods,
+        tokens,
+        tag="measured",
+        target=target.fingerprint,
+        expert_width=target.spec.expert_width,
+        rows=rows,
+        temperature=recipe.decode.temperature,
+        threads=threads,
+    )
     done = begin_run(place, settings)
     if is_complete(done, jobs, methods):
         return

@@ -7,7 +7,6 @@ has a folder of records, and its recording is replayed by the simulator.
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING
 from moexp.artifacts import opened_store
 from moexp.bench.measure import keep_provenance, kept_probe, recording_info, sample_link, weights_hash
 from moexp.bench.platforms import find_platform
-from moexp.bench.runner import Job, PromptEngine, begin_run, run_methods
+from moexp.bench.runner import Job, PromptEngine, begin_run, run_methods, run_settings
 from moexp.runtime.recording import Recorder
 from moexp.runtime.verify import Sampling
 from moexp.schema import StoreSection
@@ -90,18 +89,18 @@ def measure_budgets(
         for turn in range(len(budgets)):
             budget = budgets[(place_of_job + turn) % len(budgets)]
             section, place = sections[budget], folder / budget.name
-            settings = {
-                "tag": DISK.tag,
-                "target": target.fingerprint,
-                "expert_width": target.spec.expert_width,
-                "draft_experts": weights,
-                "prompts": [one.id for one in jobs],
-                "methods": [dataclasses.asdict(method) for method in methods],
-                "max_new_tokens": max_new_tokens,
-                "temperature": sampling.temperature,
-                "threads": threads,
-                "store": section.model_dump(mode="json"),
-            }
+            settings = run_settings(
+                jobs,
+                methods,
+                max_new_tokens,
+                tag=DISK.tag,
+                target=target.fingerprint,
+                expert_width=target.spec.expert_width,
+                draft_experts=weights,
+                temperature=sampling.temperature,
+                threads=threads,
+                store=section.model_dump(mode="json"),
+            )
             done = begin_run(place, settings)
             missing = [method for method in methods if (job.request, method.label) not in done]
             if not missing:

@@ -23,13 +23,13 @@ from moexp.bench.runner import (
     keep_tokens,
     kept_tokens,
     run_methods,
+    run_settings,
 )
 from moexp.bench.turns import SLICE_S
 from moexp.progress import stage
 from moexp.provenance import collect_provenance
 from moexp.records import RequestRecord
 from moexp.report import PROBE, PROVENANCE, invocations, read_json
-from moexp.runtime.forward import Engine
 from moexp.runtime.method import Method
 from moexp.runtime.recording import Recorder
 from moexp.runtime.recording_file import RecordingInfo, RoutingGeometry
@@ -56,7 +56,7 @@ def measure_on(
     threads: int,
     title: str = "",
     probed: dict[str, Any] | None = None,
-    engines: Callable[[ExpertStore], Callable[[Method], Engine]] | None = None,
+    engines: Callable[[ExpertStore], Callable[[Method], PromptEngine]] | None = None,
     batch: int = 1,
     store: Callable[[], ExpertStore] | None = None,
     minutes: float | None = None,
@@ -78,21 +78,21 @@ def measure_on(
         minutes: the run is to take, about: each prompt gets as many of `max_new_tokens` as the warm-up promises.
         slice_s: of a method's turn on a prompt; None: each decodes its whole answer.
     """
-    settings = {
-        "tag": platform.tag,
-        "target": target.fingerprint,
-        "expert_width": target.spec.expert_width,
-        "draft_experts": weights_hash(draft_weights),
-        "prompts": [job.id for job in jobs],
-        "methods": [dataclasses.asdict(method) for method in methods],
-        "max_new_tokens": max_new_tokens,
-        "temperature": sampling.temperature,
-        "threads": threads,
-        "batch": batch,
-        "ratio": {"value": platform.ratio.value, "of": platform.ratio.of} if platform.ratio else None,
-        "minutes": minutes,
+    settings = run_settings(
+        jobs,
+        methods,
+        max_new_tokens,
+        tag=platform.tag,
+        target=target.fingerprint,
+        expert_width=target.spec.expert_width,
+        draft_experts=weights_hash(draft_weights),
+        temperature=sampling.temperature,
+        threads=threads,
+        batch=batch,
+        ratio={"value": platform.ratio.value, "of": platform.ratio.of} if platform.ratio else None,
+        minutes=minutes,
         **({} if slice_s is None else {"slice_s": slice_s}),
-    }
+    )
     done = begin_run(place, settings)
     if is_complete(done, jobs, methods):
         return False
@@ -110,12 +110,10 @@ def measure_on(
         opened = held.enter_context(opened_store(target, section)) if store is None else store()
         info = recording_info(target, opened, section, methods)
         recorder = held.enter_context(Recorder(place, info, done)) if batch == 1 else None
-        between = {}
+        probing = None
         if recorder is not None and probed is None and engines is None and platform.kind != "resident":
             text = jobs[0].prompt_ids
-            between["between"] = held.enter_context(
-                RunProbe(target, opened, experts, text, place, bursts=not platform.paced)
-            )
+            probing = held.enter_context(RunProbe(target, opened, experts, text, place, bursts=not platform.paced))
         run_methods(
             PromptEngine(target, opened, draft_experts=experts) if engines is None else engines(opened),
             jobs,
@@ -133,7 +131,7 @@ def measure_on(
             slice_s=slice_s,
             recorder=recorder,
             after_prompt=lambda: None if probed else sample_link(platform, target, opened, known, place),
-            **between,
+            between=probing,
         )
     return True
 

@@ -21,14 +21,22 @@ from moexp import atomic, metrics
 from moexp.artifacts import draft_folder, find_target, method_of, open_draft_experts, opened_store, sampling_of
 from moexp.bench.measure import keep_provenance, kept_probe, sample_link
 from moexp.bench.platforms import Platform, find_platform, store_section
-from moexp.bench.runner import Job, PromptEngine, begin_run, is_complete, make_jobs, run_methods, select_prompts
+from moexp.bench.runner import (
+    Job,
+    PromptEngine,
+    begin_run,
+    is_complete,
+    make_jobs,
+    run_methods,
+    run_settings,
+    select_prompts,
+)
 from moexp.compute import prepare
 from moexp.learn.corpus_files import corpus_rows
 from moexp.packing import pack_checkpoint, pack_folder
 from moexp.progress import stage
 from moexp.recipe import Recipe
 from moexp.report import (
-    Arm,
     Measured,
     Row,
     View,
@@ -147,16 +155,11 @@ def _measure(recipe: Recipe, platform: Platform, targets: dict[str, Target], pla
     jobs = _jobs(recipe, source)
     methods = _methods(recipe)
     tokens = recipe.bench.paced_new_tokens if platform.paced else recipe.bench.max_new_tokens
-    settings = {
-        "tag": platform.tag,
-        "targets": {name: target.fingerprint for name, target in targets.items()},
-        "prompts": [job.id for job in jobs],
-        "methods": [dataclasses.asdict(method) for method, _ in methods.values()],
-        "max_new_tokens": tokens,
-        "threads": threads,
-    }
-    done = begin_run(place, settings)
     everyone = [method for method, _ in methods.values()]
+    fingerprints = {name: target.fingerprint for name, target in targets.items()}
+    done = begin_run(
+        place, run_settings(jobs, everyone, tokens, tag=platform.tag, targets=fingerprints, threads=threads)
+    )
     if is_complete(done, jobs, everyone):
         return
     keep_provenance(place, recipe.seed)
@@ -233,14 +236,14 @@ def _rows(recipe: Recipe, measured: Measured, loss: dict[str, dict[str, Any]], s
         pairs = list(zip(rates, [metrics.tokens_per_s([arm.request]) for arm in theirs], strict=True))
         put(row, "speedup", None if method == "ar" else metrics.bootstrap_quotient(pairs, samples=samples))
         put(row, "alpha", metrics.bootstrap([metrics.alpha(arm.steps) for arm in mine], samples=samples))
-        put(row, "bytes_per_token", metrics.bootstrap([_moved(arm) for arm in mine], samples=samples))
+        put(
+            row,
+            "bytes_per_token",
+            metrics.bootstrap([metrics.bytes_per_token(arm.steps) for arm in mine], samples=samples),
+        )
         rows.append(row)
     order = list(stored.values())
     return sorted(rows, key=lambda row: (order.index(str(row["precision"])), row["method"] != "ar"))
-
-
-def _moved(arm: Arm) -> metrics.Ratio:
-    return metrics.Ratio(sum(step.store["read_bytes"] for step in arm.steps if step.store), arm.request.new_tokens)
 
 
 def _markdown(recipe: Recipe, found: list[Measured], rows: list[Row]) -> str:

@@ -115,6 +115,16 @@ def make_jobs(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> 
     ]
 
 
+def run_settings(jobs: Sequence[Job], methods: Sequence[Method], max_new_tokens: int, **more: Any) -> dict[str, Any]:
+    """What `begin_run` tells a run by: what was decoded and how, and `more` of what decoded it."""
+    return {
+        "prompts": [job.id for job in jobs],
+        "methods": [dataclasses.asdict(method) for method in methods],
+        "max_new_tokens": max_new_tokens,
+        **more,
+    }
+
+
 def begin_run(folder: Path, settings: dict[str, Any]) -> set[tuple[int, str]]:
     """Readies a platform's folder for `settings` (plain JSON); returns the complete pairs (request, method).
 
@@ -176,7 +186,7 @@ def is_complete(done: Collection[tuple[int, str]], jobs: Sequence[Job], methods:
 
 
 def run_methods(
-    engine: Engine | Callable[[Method], Engine],
+    engine: PromptEngine | Callable[[Method], PromptEngine],
     jobs: Sequence[Job],
     methods: Sequence[Method],
     sampling: Sampling,
@@ -189,7 +199,7 @@ def run_methods(
     warmup: Sequence[Job] = (),
     warmup_tokens: int = 8,
     after_prompt: Callable[[], None] = lambda: None,
-    between: Callable[[int], None] = lambda complete: None,
+    between: Callable[[int], None] | None = None,
     batch: int = 1,
     recorder: Recorder | None = None,
     fit: Callable[[Sequence[RequestRecord]], int] | None = None,
@@ -216,13 +226,14 @@ def run_methods(
     total = len(jobs) * len(methods)
     measured: list[tuple[int, str]] = []
 
-    def engine_of(method: Method) -> Engine:
-        chosen = engine if isinstance(engine, Engine) else engine(method)
+    def engine_of(method: Method) -> PromptEngine:
+        chosen = engine if isinstance(engine, PromptEngine) else engine(method)
         chosen.observer = recorder.log if recorder is not None else None
         return chosen
 
     def pause() -> None:
-        between(len(done) + len(measured))
+        if between is not None:
+            between(len(done) + len(measured))
 
     with (
         RecordWriter(folder / STEPS) as steps_file,
@@ -290,15 +301,14 @@ class _Answers:
     """What a method made of a prompt, or of a batch of them. `passes`: None where the recorder still holds them."""
 
     method: Method
-    engine: Engine
+    engine: PromptEngine
     steps: list[StepRecord]
     records: list[RequestRecord]
     passes: list[RecordedPass] | None = None
 
     def prefill_s(self, record: RequestRecord) -> float:
         """Methods share the prompt's prefill: its time is that of the one that ran it."""
-        shared = len(self.records) == 1 and isinstance(self.engine, PromptEngine)
-        return self.engine.prefill_s if shared else record.prefill_s  # type: ignore[attr-defined]
+        return self.engine.prefill_s if len(self.records) == 1 else record.prefill_s
 
 
 def _decode_group(

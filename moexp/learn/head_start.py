@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from ..target.eagle_head import EagleHead
 from ..target.mtp_head import MtpHead
 from .chains import TargetPass
+from .ridge import solve_ridge
 
 RIDGE = 1e-2
 """Relative to the mean square of an input."""
@@ -56,8 +57,7 @@ def start_by_least_squares(head: EagleHead | MtpHead, model: PreTrainedModel, ro
         gram_FF = inputs_TF.T @ inputs_TF + (0.0 if gram_FF is None else gram_FF)
         cross_FH = inputs_TF.T @ wanted_TH + (0.0 if cross_FH is None else cross_FH)
     assert gram_FF is not None and cross_FH is not None
-    ridge = RIDGE * gram_FF.diagonal().mean()
-    solved_FH = torch.linalg.solve(gram_FF + ridge * torch.eye(len(gram_FF), device=gram_FF.device), cross_FH)
+    solved_FH = solve_ridge(gram_FF, cross_FH, RIDGE)
     if isinstance(head, EagleHead):
         states = 3 * head.config.target_hidden
         head.fc.weight.copy_(solved_FH[:states].T)

@@ -17,6 +17,7 @@ from transformers import AutoModel, PreTrainedModel, Qwen3Config
 from ..errors import MoexpError
 from ..recipe import Recipe
 from ..target.hub_folder import hub_folder
+from .ridge import solve_ridge
 
 SMALL_LAYERS = 4
 FITTED = 0.5  # share of an embedding that a linear map must explain to be worth starting from
@@ -138,8 +139,7 @@ def fit_projection(from_VD: Tensor, to_VH: Tensor) -> Tensor | None:
     for from_CD, to_CH in zip(from_VD.split(ROWS), to_VH.split(ROWS), strict=True):
         gram_DD += from_CD.double().T @ from_CD.double()
         mixed_DH += from_CD.double().T @ to_CH.double()
-    gram_DD.diagonal().add_(1e-9 * gram_DD.diagonal().mean())
-    map_DH = torch.linalg.solve(gram_DD, mixed_DH).to(to_VH.dtype)
+    map_DH = solve_ridge(gram_DD, mixed_DH, 1e-9).to(to_VH.dtype)
     left = (to_VH - from_VD @ map_DH).square().sum() / to_VH.square().sum()
     return None if float(left) > 1 - FITTED else map_DH.T.contiguous()
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..progress import stage
 from .predictor_data import RoutingBatch, RoutingRows, batch_of
 from .predictor_model import RoutingPredictor
+from .ridge import solve_ridge
 
 RIDGE = 1e-3  # added to the diagonal, over its mean
 SCALES = (1, 2, 3, 4, 6, 8, 12, 16)  # of the fitted shares, as logits
@@ -70,9 +71,7 @@ def fit_head(
 
 
 def _set_head(model: RoutingPredictor, gram_HH: Tensor, mixed_HO: Tensor) -> None:
-    regular_HH = gram_HH.clone()
-    regular_HH.diagonal().add_(RIDGE * gram_HH.diagonal().mean())
-    solved_HO = torch.linalg.solve(regular_HH, mixed_HO)
+    solved_HO = solve_ridge(gram_HH, mixed_HO, RIDGE)
     model.head.weight.copy_(solved_HO[:-1].T)
     model.head.bias.copy_(solved_HO[-1])
 

@@ -106,11 +106,7 @@ class VirtualStore:
 
     def close(self, now_s: float) -> None:
         """Let what has begun land, forget the rest; every prefetch is used or wasted then."""
-        self._drain(now_s)
-        self._residency.cancel_all()
-        while self.link.next_s < float("inf"):
-            self.link.wait()
-        self._take()
+        self.settle(now_s)
         self._residency.clear()
 
     def _drain(self, now_s: float) -> None:

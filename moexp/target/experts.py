@@ -17,6 +17,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -314,6 +315,17 @@ def read_header(file: Path) -> dict[str, dict]:
     if size != expected:
         raise MoexpError(f"shard {file.name} has {size} bytes where its header says {expected}", where=str(file))
     return header
+
+
+def header_bytes(entries: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """What stands before the data of a safetensors file.
+
+    Args:
+        entries: tensors, name -> {dtype, shape, data_offsets}, offsets counted from the data's start.
+    """
+    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 def iter_parts(at: ExpertLocation) -> Iterator[tuple[Part, tuple[int, int]]]:
