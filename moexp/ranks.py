@@ -103,7 +103,10 @@ def _silent() -> Iterator[None]:
 
 @contextmanager
 def joined() -> Iterator[Run]:
-    """Inside, the processes that a launcher started work together; a single one is left as it is."""
+    """Inside, the processes that a launcher started work together; a single one is left as it is.
+
+    Who was inside ends the process by `leave`.
+    """
     if launched() == 1 or world() > 1:
         yield Run()
         return

@@ -96,6 +96,7 @@ with ranks.joined() as run:
     assert sum(ranks.gathered(run.speaks())) == 1, "one voice"
     with run.quiet():
         print("heard", me)
+ranks.leave(0)
 """
 
 
