@@ -372,7 +372,7 @@ def say_files(files: list[Path], *, show: bool) -> None:
         typer.echo(str(file))
 
 
-from moexp import cli_pack, cli_plan  # noqa: E402, F401 (they register their commands)
+from moexp import cli_compare, cli_pack, cli_plan  # noqa: E402, F401 (they register their commands)
 
 
 def main() -> None:

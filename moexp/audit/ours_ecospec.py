@@ -16,8 +16,14 @@ FIGURE_1, FIGURE_GAMMA = "ecospec/figure_1.csv", "ecospec/figure_gamma.csv"
 PREDICTOR = "predictor.csv"
 
 METHOD = ("platform", "method")
+UNION = {1: "E"}
+"""What a table calls E, unless it is `experts_per_layer`."""
 WITH_UNIFORM = (1, 4, 5, 9, 10, 11, 12)
 AVERAGE = "average"
+
+
+def _union(number: int) -> str:
+    return UNION.get(number, "experts_per_layer")
 
 
 def unions(number: int, sheets: Sheets) -> list[Line]:
@@ -26,7 +32,7 @@ def unions(number: int, sheets: Sheets) -> list[Line]:
     for row in sheets[TABLES[number]]:
         cells = [name for name in (*METHOD, "workload", "temperature", "budget") if name in row.cells]
         lines += row_line(row, cells, "N (1 - (1 - k / N)^n)", lambda value: value, [row.input("uniform")],
-                          row.input("experts_per_layer", "E"), EXACT, relation="<=")  # fmt: skip
+                          row.input(_union(number), "E"), EXACT, relation="<=")  # fmt: skip
     return by_tag(f"ours.eco.uniform.{number}", f"E of all rows of table {number}, if uniform", lines)
 
 
@@ -62,8 +68,8 @@ def repeated(number: int, sheets: Sheets) -> list[Line]:
     for row in sheets[TABLES[number]]:
         other = first.get((row.text("platform"), row.text("method")))
         if other is not None:
-            for column in ("speedup", "alpha", "experts_per_layer"):
-                lines += row_line(row, METHOD, "the same figure", lambda v: v, [other.input(column)],
+            for before, column in (("speedup", "speedup"), ("alpha", "alpha"), (_union(1), _union(number))):
+                lines += row_line(row, METHOD, "the same figure", lambda v: v, [other.input(before, column)],
                                   row.input(column), EXACT)  # fmt: skip
     return by_tag(f"ours.eco.same.1-{number}", f"Figures of table 1 that table {number} repeats", lines)
 

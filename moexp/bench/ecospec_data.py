@@ -64,17 +64,27 @@ def load_eco_run(folder: Path, samples: int = 2000, platform: str = PLATFORMS[0]
     run = EcoRun(platform, read_json(folder / TARGET) or {}, samples=samples)
     folder = folder / platform
     for temperature, place in ((0.0, T0), (1.0, T1)):
-        found = load_measured(folder / place)
+        found = _load_part(folder / place)
         if found is not None:
             run.by_temperature[temperature] = found
     for prefix, kept in ((GAMMA, run.by_gamma), (BATCH, run.by_batch)):
         for path in sorted(folder.glob(f"{prefix}*")):
-            found = load_measured(path)
+            found = _load_part(path)
             if found is not None:
                 kept[int(path.name.removeprefix(prefix))] = found
     if 0.0 in run.by_temperature and "gamma" in run.target:
         run.by_gamma[int(run.target["gamma"])] = run.by_temperature[0.0]
     return run
+
+
+def _load_part(folder: Path) -> Measured | None:
+    """One part's records, its methods in the order in which they were asked for, whichever was the first to end."""
+    found = load_measured(folder)
+    if found is None:
+        return None
+    asked = {method["name"]: place for place, method in enumerate(found.settings.get("methods", ()))}
+    found.arms = dict(sorted(found.arms.items(), key=lambda one: asked.get(one[0], len(asked))))
+    return found
 
 
 def nodes_verified(arm: Arm) -> Ratio:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from moexp import metrics
-from moexp.bench.ecospec_data import AR, EcoRun, nodes_verified
+from moexp.bench.ecospec_data import AR, ECOSPEC, EcoRun, nodes_verified, parts_of
 from moexp.bench.rows import rate
 from moexp.papers import Paper
 from moexp.report import PAPER, Measured, Row, Table, View, put, text, text_of
@@ -14,6 +15,9 @@ from moexp.report import PAPER, Measured, Row, Table, View, put, text, text_of
 AVERAGE = "average"
 NOT_MEASURED = "Not measured yet"
 MEASURED_COLUMNS = ("speedup", "alpha", "experts_per_layer")
+TABLE_1_NAMES = {"target": "model", "experts_per_layer": "E"}
+"""What Table 1 calls its columns, as the paper does, where the other tables have other names."""
+PAPER_COLUMNS = tuple(f"paper_{name}" for name in ("model", "speedup", "alpha", "E"))
 
 NOTES = (
     "`experts_per_layer` is the paper's E: unique experts a MoE layer and verification step. `uniform` is what "
@@ -43,6 +47,49 @@ def measured_row(run: EcoRun, found: Measured, method: str, workload: str, tempe
     if rows is not None:
         row["uniform"] = metrics.uniform_union(int(run.target["num_experts"]), int(run.target["top_k"]), rows)
     return row
+
+
+def counterpart(target: dict[str, Any], paper: Paper) -> str | None:
+    """The paper's target with as many routed experts a layer and the same top-k (Table 13); None where it has none."""
+    for row in paper.table(13).rows:
+        if (int(str(row["experts"]).split()[0]), row["top_k"]) == (target.get("num_experts"), target.get("top_k")):
+            return str(row["target"])
+    return None
+
+
+def paper_beside(row: Row, paper: Paper, model: str | None) -> Row:
+    """What the paper's Table 1 reports of `model` by a row's method, on its workload and at its temperature.
+
+    The paper's EcoSpec goes with one drafter a target: ours counts as the same only on top of that drafter.
+    """
+    theirs = [one for one in paper.table(1).rows if one["target"] == model]
+    base, strategy = parts_of(str(row["method"]))
+    if base not in {one["method"] for one in theirs}:
+        return {}
+    method = {"confidence": base, ECOSPEC: ECOSPEC}.get(strategy)
+    for one in theirs:
+        same = one["method"] == method and one["temperature"] == row["temperature"]
+        if same and plain_name(one["workload"]) == plain_name(str(row["workload"])):
+            values = (model, one["speedup"], one["alpha"], one["experts_per_layer"])
+            return dict(zip(PAPER_COLUMNS, values, strict=True))
+    return {}
+
+
+def plain_name(workload: str) -> str:
+    """A workload's name without case and punctuation: the paper's MTBench is our `mt-bench`."""
+    return "".join(filter(str.isalnum, workload)).lower()
+
+
+def renamed(table: Table, names: dict[str, str]) -> Table:
+    """The same table with other names for some columns, and those of their intervals."""
+    full = {old + end: new + end for old, new in names.items() for end in ("", "_lo", "_hi")}
+
+    def said(name: str) -> str:
+        return full.get(name, name)
+
+    views = [replace(view, header=list(map(said, view.header))) for view in table.views]
+    rows = [{said(name): value for name, value in row.items()} for row in table.rows]
+    return replace(table, columns=list(map(said, table.columns)), rows=rows, views=views)
 
 
 def workloads_of(found: Measured) -> list[str]:

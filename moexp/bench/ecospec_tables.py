@@ -26,10 +26,15 @@ from moexp.bench.ecospec_rows import (
     AVERAGE,
     MEASURED_COLUMNS,
     NOTES,
+    PAPER_COLUMNS,
+    TABLE_1_NAMES,
     add_paper,
     cells,
+    counterpart,
     measured_row,
     merged,
+    paper_beside,
+    renamed,
     workloads_of,
 )
 from moexp.bench.rows import with_ends
@@ -39,9 +44,14 @@ from moexp.sim.traffic import TrafficModel
 
 
 def table_1(run: EcoRun, paper: Paper) -> Table:
-    """Speedup, acceptance length and E by method, temperature and workload."""
+    """Speedup, acceptance length and E by method, temperature and workload, in long form.
+
+    Where the paper has a target of the same geometry, its figures stand in the same row.
+    """
     columns = ["target", "method", "temperature", "workload", "prompts", "tag", "uniform"]
-    table = Table(1, paper.table(1).title, columns + with_ends(*MEASURED_COLUMNS), notes=list(NOTES))
+    notes = [NOTES[0].replace("experts_per_layer", "E"), NOTES[1]]
+    table = Table(1, paper.table(1).title, columns + with_ends(*MEASURED_COLUMNS), notes=notes)
+    model = counterpart(run.target, paper)
     for temperature, found in run.by_temperature.items():
         table.sources.append(found)
         shown = []
@@ -49,12 +59,15 @@ def table_1(run: EcoRun, paper: Paper) -> Table:
             if parts_of(method)[1] not in ("confidence", ECOSPEC):
                 continue
             rows = [measured_row(run, found, method, w, temperature) for w in [*workloads_of(found), AVERAGE]]
-            table.rows += rows
+            table.rows += [row | paper_beside(row, paper, model) for row in rows]
             shown.append(cells(rows[-1], ["method", "speedup", "alpha", "experts_per_layer", "uniform"]))
         header = ["method", "speedup", "alpha", "E", "uniform"]
         table.views.append(View(f"{run.platform} ({found.tag}), T = {temperature:g}, all workloads", header, shown))
     add_paper(table, paper, lambda row: row["workload"] == "Average")
-    return table
+    table.columns = [*table.columns, *PAPER_COLUMNS]
+    if model is not None and table.sources:
+        table.notes.append(f"`paper_*` in the CSV: {model}, which has as many routed experts and the same top-k.")
+    return renamed(table, TABLE_1_NAMES)
 
 
 def table_2(run: EcoRun, paper: Paper) -> Table:

@@ -26,7 +26,7 @@ DRAFT_CLAIMS = (
     ("prefetch hit", 4, "prefetch_hit", {"policy": "confidence-expansion+prefetch"}, 2),
 )
 
-ECO_COLUMNS = ("speedup", "speedup", "alpha", "alpha", "experts_per_layer", "experts_per_layer")
+ECO_COLUMNS = ("speedup", "speedup", "alpha", "alpha", "E", "E")
 
 
 def headline(folder: Path) -> list[View]:
@@ -72,7 +72,7 @@ def _ecospec(folder: Path) -> View | None:
     shown = []
     for plain, chosen in [*_ours(rows), *_theirs(rows)]:
         pairs = [_value(row, name, 2) for name, row in zip(ECO_COLUMNS, (plain, chosen) * 3, strict=True)]
-        where = chosen["platform"] or chosen["target"]
+        where = chosen["platform"] or chosen["model"]
         shown.append([plain["method"], where, *pairs, plain["tag"]])
     names = ["speedup", "+ EcoSpec", "alpha", "+ EcoSpec", "E", "+ EcoSpec"]
     title = "EcoSpec, T = 0: trees selected by confidence, and by marginal cost (+ EcoSpec)"
@@ -89,10 +89,10 @@ def _ours(rows: Rows) -> Iterable[tuple[dict[str, str], dict[str, str]]]:
 
 def _theirs(rows: Rows) -> Iterable[tuple[dict[str, str], dict[str, str]]]:
     theirs = [row for row in rows if row["tag"] == PAPER]
-    chosen = {row["target"]: row for row in theirs if row["method"] == "EcoSpec"}
+    chosen = {row["model"]: row for row in theirs if row["method"] == "EcoSpec"}
     for row in theirs:
-        if row["method"] != "EcoSpec" and row["target"] in chosen:
-            yield row, chosen[row["target"]]
+        if row["method"] != "EcoSpec" and row["model"] in chosen:
+            yield row, chosen[row["model"]]
 
 
 def _value(row: dict[str, str], column: str, digits: int) -> str:
