@@ -1,4 +1,4 @@
-"""`moexp compare`."""
+"""`moexp race` and `moexp compare`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moexp.cli import app, command, say_files
+from moexp.cli import app, command, load, say_files
 
 
 @command(app, "compare", "moexp compare pocket pocket-qwen3")
@@ -21,3 +21,23 @@ def compare(
     from moexp.bench.compare import compare as run
 
     say_files(run(recipes, out=out), show=True)
+
+
+@command(app, "race", "moexp race pocket mine.yaml --prompts 2 --tokens 32")
+def race(
+    recipes: Annotated[
+        list[str], typer.Argument(metavar="RECIPE...", help="Whose methods; on the first one's target and workloads.")
+    ],
+    platform: Annotated[
+        str | None,
+        typer.Option("--platform", "-p", metavar="NAME", help="local-disk, host, resident, paced-cg or paced-mn."),
+    ] = None,
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts a workload.")] = 1,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="New tokens a prompt.")] = 32,
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Of the files in results/RECIPE/races.")] = "race",
+) -> None:
+    """Decode the same prompts by AR and by each recipe's method, in turns over one store, and compare them."""
+    from moexp.bench.race import run_race
+
+    chosen = [load(recipe, None) for recipe in recipes]
+    say_files(run_race(chosen, platform=platform, prompts=prompts, tokens=tokens, name=name), show=True)

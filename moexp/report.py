@@ -193,9 +193,9 @@ def to_markdown(table: Table) -> str:
     """The Markdown file of a table: its views, notes, and where the numbers come from."""
     parts = [f"# Table {table.number}: {table.title}", *map(view_text, table.views)]
     if table.notes:
-        parts.append("\n".join(_wrap(note, "- ", "  ") for note in table.notes))
+        parts.append("\n".join(wrapped(note, "- ", "  ") for note in table.notes))
     if table.sources:
-        parts.append("\n".join(_wrap(line, "", "") for line in provenance_lines(table.sources)))
+        parts.append("\n".join(wrapped(line) for line in provenance_lines(table.sources)))
     return "\n\n".join(parts) + "\n"
 
 
@@ -311,7 +311,8 @@ def view_text(view: View) -> str:
     return "\n".join([*title, line(rows[0]), rule, *map(line, rows[1:])])
 
 
-def _wrap(paragraph: str, first: str, rest: str, width: int = 80) -> str:
+def wrapped(paragraph: str, first: str = "", rest: str = "", width: int = 80) -> str:
+    """A paragraph in lines of `width`; words and hyphenated ones stay whole."""
     import textwrap
 
     return textwrap.fill(

@@ -23,7 +23,7 @@ from moexp.bench.draftexpert_data import (
     settings_text,
 )
 from moexp.bench.draftexpert_simulated import NOTE, beside_paper, throughput_rows, verify_rows
-from moexp.bench.rows import Arms, rate, with_ends
+from moexp.bench.rows import Arms, sameness, throughput, with_ends
 from moexp.metrics import Interval, Ratio
 from moexp.papers import Paper
 from moexp.report import NEW_TOKENS, Arm, Measured, Row, Table, View, put, text, text_of
@@ -140,11 +140,6 @@ def _table_2_platform(table: Table, run: Run, platform: Measured) -> None:
 
 
 def _throughput_row(run: Run, platform: Measured, method: str, workload: str, arms: Arms, ar: Arms, top_k: int) -> Row:
-    def bound(arm: Arm) -> Ratio:
-        alpha, layers = metrics.alpha(arm.steps), metrics.experts_per_layer(arm.steps)
-        # alpha k / E with both means kept as sums: emitted k over the cycles' unions a layer.
-        return Ratio(alpha.num * top_k, layers.num / (layers.den / alpha.den)) if layers.den else Ratio()
-
     row: Row = {
         "target": run.target["name"],
         "platform": platform.name,
@@ -154,14 +149,8 @@ def _throughput_row(run: Run, platform: Measured, method: str, workload: str, ar
         "tag": platform.tag,
         "prompts": len(arms),
     }
-    row |= _sameness(platform, arms, ar)
-    put(row, "tokens_per_s", run.over(arms.values(), rate))
-    put(row, "speedup", run.against(arms, rate, ar, rate) if method != AR else None)
-    put(row, "alpha", run.over(arms.values(), lambda arm: metrics.alpha(arm.steps)))
-    put(row, "bytes_per_token", run.over(arms.values(), lambda arm: metrics.bytes_per_token(arm.steps)))
-    put(row, "byte_bound", run.over(arms.values(), bound) if method != AR else None)
-    for part, each in metrics.time_profile(step for arm in arms.values() for step in arm.steps).items():
-        row[f"{part}_ms"] = None if each.value is None else 1000 * each.value
+    row |= sameness(arms, ar, platform.settings.get("temperature") or 0.0)
+    row |= throughput(run, arms, None if method == AR else ar, top_k)
     speedup, limit = row["speedup"], row["byte_bound"]
     row["byte_bound_share"] = speedup / limit if isinstance(speedup, float) and isinstance(limit, float) else None
     return row
@@ -171,17 +160,6 @@ def _time_cells(row: Row) -> list[str]:
     parts = [row[f"{part}_ms"] for part in metrics.TIME_PARTS]
     known = [part for part in parts if isinstance(part, float)]
     return [text(part, 1) for part in [*parts, sum(known) if known else None]]
-
-
-def _sameness(platform: Measured, arms: Arms, ar: Arms) -> Row:
-    """Whether the ids are those of AR. When sampling, methods draw different texts of one distribution."""
-    if platform.settings.get("temperature"):
-        return {"output": "exact in distribution", "identical": None}
-    both = [request for request in arms if request in ar]
-    same = sum(arms[request].request.tokens == ar[request].request.tokens for request in both)
-    if not both:
-        return {"output": None, "identical": None}
-    return {"output": "exact" if same == len(both) else "lossy", "identical": f"{same}/{len(both)}"}
 
 
 def _ar_bound(platform: Measured) -> tuple[float | None, str]:

@@ -43,7 +43,7 @@ from moexp.target.load import Target
 def measure_on(
     platform: Platform,
     target: Target,
-    experts: DraftExperts,
+    experts: DraftExperts | None,
     place: Path,
     *,
     jobs: Sequence[Job],
@@ -52,7 +52,7 @@ def measure_on(
     max_new_tokens: int,
     warmup: Sequence[Job],
     base: StoreSection,
-    draft_weights: Path,
+    draft_weights: Path | None,
     threads: int,
     title: str = "",
     probed: dict[str, Any] | None = None,
@@ -68,7 +68,7 @@ def measure_on(
         target: padded, where the platform wants that.
         warmup: decoded first, not counted.
         base: the recipe's store, for its number of threads.
-        draft_weights: folder of the draft experts.
+        draft_weights: folder of the draft experts; None: none are used, or the folder `place` names them.
         threads: torch's, for the records.
         probed: the platform's probe, if it is known; by default it is probed here, and the disk sampled and steps
             timed while the methods run.
@@ -85,7 +85,7 @@ def measure_on(
         tag=platform.tag,
         target=target.fingerprint,
         expert_width=target.spec.expert_width,
-        draft_experts=weights_hash(draft_weights),
+        draft_experts=None if draft_weights is None else weights_hash(draft_weights),
         temperature=sampling.temperature,
         threads=threads,
         batch=batch,
@@ -111,7 +111,8 @@ def measure_on(
         info = recording_info(target, opened, section, methods)
         recorder = held.enter_context(Recorder(place, info, done)) if batch == 1 else None
         probing = None
-        if recorder is not None and probed is None and engines is None and platform.kind != "resident":
+        timed = engines is None and probed is None and platform.kind != "resident"
+        if recorder is not None and timed and experts is not None:
             text = jobs[0].prompt_ids
             probing = held.enter_context(RunProbe(target, opened, experts, text, place, bursts=not platform.paced))
         run_methods(

@@ -9,7 +9,7 @@ import numpy as np
 
 from moexp import metrics
 from moexp.metrics import Array, Interval, Ratio
-from moexp.report import Arm
+from moexp.report import Arm, Row, put
 
 Arms = Mapping[int, Arm]
 Of = Callable[[Arm], Ratio]
@@ -59,6 +59,40 @@ def _medians(values: Sequence[float], times_SN: Array) -> Array:
 def rate(arm: Arm) -> Ratio:
     """Tokens a second."""
     return metrics.tokens_per_s([arm.request])
+
+
+def throughput(run: Bootstrapped, arms: Arms, ar: Arms | None, top_k: int) -> Row:
+    """A method's tokens a second, speedup over AR, alpha, bytes a token, byte bound, and where a token's time goes.
+
+    Args:
+        ar: the same prompts by AR; None for AR itself, which has neither a speedup nor a bound of one.
+    """
+
+    def bound(arm: Arm) -> Ratio:
+        alpha, layers = metrics.alpha(arm.steps), metrics.experts_per_layer(arm.steps)
+        # alpha k / E with both means kept as sums: emitted k over the cycles' unions a layer.
+        return Ratio(alpha.num * top_k, layers.num / (layers.den / alpha.den)) if layers.den else Ratio()
+
+    row: Row = {}
+    put(row, "tokens_per_s", run.over(arms.values(), rate))
+    put(row, "speedup", None if ar is None else run.against(arms, rate, ar, rate))
+    put(row, "alpha", run.over(arms.values(), lambda arm: metrics.alpha(arm.steps)))
+    put(row, "bytes_per_token", run.over(arms.values(), lambda arm: metrics.bytes_per_token(arm.steps)))
+    put(row, "byte_bound", None if ar is None else run.over(arms.values(), bound))
+    for part, each in metrics.time_profile(step for arm in arms.values() for step in arm.steps).items():
+        row[f"{part}_ms"] = None if each.value is None else 1000 * each.value
+    return row
+
+
+def sameness(arms: Arms, ar: Arms, temperature: float) -> Row:
+    """Whether the ids are those of AR. When sampling, methods draw different texts of one distribution."""
+    if temperature:
+        return {"output": "exact in distribution", "identical": None}
+    both = [request for request in arms if request in ar]
+    same = sum(arms[request].request.tokens == ar[request].request.tokens for request in both)
+    if not both:
+        return {"output": None, "identical": None}
+    return {"output": "exact" if same == len(both) else "lossy", "identical": f"{same}/{len(both)}"}
 
 
 def with_ends(*names: str) -> list[str]:

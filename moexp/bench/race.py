@@ -1,0 +1,172 @@
+"""`moexp race`: the decoding methods of several recipes on the same prompts, in turns, over one store.
+
+Each recipe brings its `decode` section and whatever that needs (draft experts, a draft head, an expert predictor); all
+must be of the same target. AR always runs along.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from moexp.artifacts import (
+    draft_folder,
+    find_target,
+    head_folder,
+    method_of,
+    open_draft_experts,
+    open_draft_head,
+    open_target,
+    predictor_folder,
+    predictors_of,
+    sampling_of,
+)
+from moexp.bench.measure import measure_on
+from moexp.bench.platforms import Platform, find_platform
+from moexp.bench.race_table import AR, race_rows, write_race
+from moexp.bench.runner import PromptEngine, make_jobs, select_prompts, tuning_prompts
+from moexp.compute import prepare
+from moexp.errors import MoexpError
+from moexp.recipe import Recipe
+from moexp.report import load_measured
+from moexp.rundir import RunDir, artifact_path
+from moexp.runtime.method import HEAD, Method
+from moexp.runtime.store import ExpertStore
+from moexp.target.load import Target
+
+RESIDENT = "resident"
+FOLDER = "races"
+
+
+def run_race(
+    recipes: Sequence[Recipe],
+    *,
+    platform: str | None = None,
+    prompts: int = 1,
+    tokens: int = 32,
+    name: str = "race",
+    results: Path = Path("results"),
+) -> list[Path]:
+    """Decodes the prompts by AR and by each recipe's method, and compares them.
+
+    Args:
+        recipes: the first one's target, workloads and store are raced on; methods are called by their recipe's name.
+        platform: of `moexp.bench.platforms`, or `resident`; by default the first recipe's first.
+        prompts: a workload.
+        tokens: new ones a prompt.
+        name: of the files `results/<first recipe>/races/<name>.*`.
+
+    Returns:
+        the files.
+
+    Raises:
+        MoexpError: recipes of one name, of different targets or with different sampling, an unknown platform, or a
+            stage before is missing.
+    """
+    base = recipes[0]
+    check_recipes(recipes)
+    place = find_place(platform, base)
+    threads = prepare(base.threads)
+    target = open_target(base, padded=place.padded)
+    methods = [Method(name=AR), *(dataclasses.replace(method_of(one.decode), name=one.name) for one in recipes)]
+    folder = artifact_path("races", base, "target", "store", "seed") / digest_of(recipes) / place.name
+    with RunDir(folder, base):
+        measure_on(
+            place,
+            target,
+            None,
+            folder,
+            jobs=make_jobs(select_prompts(base.bench.workloads, prompts), target.tokenizer),
+            methods=methods,
+            sampling=sampling_of(base.decode, base.seed),
+            max_new_tokens=tokens,
+            warmup=make_jobs(tuning_prompts(base.bench.warmup_prompts), target.tokenizer),
+            base=base.store,
+            draft_weights=None,
+            threads=threads,
+            title=f"Race on {place.name}",
+            engines=lambda store: engines(recipes, target, store),
+        )
+    found = load_measured(folder)
+    assert found is not None
+    rows = race_rows(base.name, found, methods, target.spec.top_k, base.bench.bootstrap_samples)
+    return write_race(results / base.name / FOLDER, name, found, rows)
+
+
+def check_recipes(recipes: Sequence[Recipe]) -> None:
+    """Whether these can race.
+
+    Raises:
+        MoexpError: two of one name, one called `ar`, different targets, or different sampling.
+    """
+    base = recipes[0]
+    names = [one.name for one in recipes]
+    for place, one in enumerate(recipes):
+        if one.name in (AR, *names[:place]):
+            raise MoexpError(f"two methods called {one.name}", where="moexp race", valid="recipes of different names")
+        if find_target(one) != find_target(base):
+            where = f"{one.name}: {find_target(one)}"
+            raise MoexpError("another target than the first recipe's", where=where, valid=str(find_target(base)))
+        if sampling_of(one.decode, 0) != sampling_of(base.decode, 0):
+            wanted = sampling_of(base.decode, 0)
+            raise MoexpError("another sampling than the first recipe's", where=one.name, valid=str(wanted))
+
+
+def find_place(name: str | None, base: Recipe) -> Platform:
+    """The platform to race on.
+
+    Raises:
+        MoexpError: an unknown one, or none is named.
+    """
+    if name == RESIDENT:
+        return Platform(RESIDENT, "measured", "resident", padded=True)
+    if name is None and not base.bench.platforms:
+        raise MoexpError("no platform to race on", where="bench.platforms", valid="at least one, or --platform")
+    return find_platform(name or base.bench.platforms[0])
+
+
+def parts_of(recipe: Recipe) -> dict[str, Path]:
+    """Folders of what the recipe's method was trained for, by kind."""
+    method = method_of(recipe.decode)
+    parts = {}
+    if method.drafter == "draft-expert":
+        parts["draft experts"] = draft_folder(recipe)
+    if method.drafter == HEAD:
+        parts["head"] = head_folder(recipe)
+    if method.tree is not None and method.tree.predictor == "learned":
+        parts["predictor"] = predictor_folder(recipe)
+    return parts
+
+
+def digest_of(recipes: Sequence[Recipe]) -> str:
+    """Names a race's folder: its methods, and the very weights that they were trained to."""
+    digest = hashlib.sha256()
+    for recipe in recipes:
+        digest.update(repr(method_of(recipe.decode)).encode())
+        for kind, folder in parts_of(recipe).items():
+            for file in sorted(folder.glob("*.safetensors")):
+                with open(file, "rb") as stream:
+                    digest.update(f"{recipe.name} {kind} {file.name} ".encode())
+                    digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()[:12]
+
+
+def engines(recipes: Sequence[Recipe], target: Target, store: ExpertStore) -> Callable[[Method], PromptEngine]:
+    """One engine for each set of trained parts, and one without any for AR and whoever needs none; all over `store`."""
+    made: dict[tuple[Path, ...], PromptEngine] = {(): PromptEngine(target, store)}
+    chosen = {AR: made[()]}
+    for recipe in recipes:
+        parts, method = parts_of(recipe), method_of(recipe.decode)
+        key = tuple(parts.values())
+        if key not in made:
+            made[key] = PromptEngine(
+                target,
+                store,
+                draft_experts=open_draft_experts(recipe, target) if "draft experts" in parts else None,
+                draft_head=open_draft_head(recipe, target) if "head" in parts else None,
+                predictors=predictors_of(recipe, target, method),
+            )
+        chosen[recipe.name] = made[key]
+    return lambda method: chosen[method.label]
