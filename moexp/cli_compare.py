@@ -26,7 +26,11 @@ def compare(
 @command(app, "race", "moexp race pocket mine.yaml --prompts 2 --tokens 32")
 def race(
     recipes: Annotated[
-        list[str], typer.Argument(metavar="RECIPE...", help="Whose methods; on the first one's target and workloads.")
+        list[str],
+        typer.Argument(
+            metavar="RECIPE...",
+            help="Whose methods. Target and workloads are the first one's; a file without a base is laid over it.",
+        ),
     ],
     platform: Annotated[
         str | None,
@@ -38,6 +42,7 @@ def race(
 ) -> None:
     """Decode the same prompts by AR and by each recipe's method, in turns over one store, and compare them."""
     from moexp.bench.race import run_race
+    from moexp.recipe import load_method
 
-    chosen = [load(recipe, None) for recipe in recipes]
+    chosen = [load(recipes[0], None), *(load_method(one, base=recipes[0]) for one in recipes[1:])]
     say_files(run_race(chosen, platform=platform, prompts=prompts, tokens=tokens, name=name), show=True)

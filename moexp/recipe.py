@@ -66,8 +66,21 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
     Raises:
         MoexpError: no such recipe, an unknown key, a value of the wrong kind, or a circle of bases.
     """
-    path = find_recipe(name_or_path)
-    values, origins = _read_with_base(path, ())
+    return _load(find_recipe(name_or_path), overrides)
+
+
+def load_method(name_or_path: str | Path, base: str | Path) -> Recipe:
+    """A recipe, or a method: a file, or one of `recipes/methods` by name, that names no base and is laid over `base`.
+
+    Raises:
+        MoexpError: as for `load_recipe`.
+    """
+    path = find_named(name_or_path, {**_shipped("methods"), **_shipped()}, "recipe or method")
+    return _load(path, base=find_recipe(base))
+
+
+def _load(path: Path, overrides: Sequence[str] = (), base: Path | None = None) -> Recipe:
+    values, origins = _read_with_base(path, (), base)
     origins.setdefault("name", str(path))
     for override in overrides:
         where = f"--set {override}"
@@ -128,9 +141,9 @@ def recipe_folders() -> list[Path]:
     return [folder for folder in (*candidates, package / "_recipes") if folder.is_dir()]
 
 
-def _shipped() -> dict[str, Path]:
-    """Name -> file of every shipped recipe, sorted by name."""
-    files = {file.stem: file for folder in recipe_folders() for file in folder.glob("*.yaml")}
+def _shipped(below: str = "") -> dict[str, Path]:
+    """Name -> file of every shipped recipe, or of those in a folder below, sorted by name."""
+    files = {file.stem: file for folder in recipe_folders() for file in (folder / below).glob("*.yaml")}
     return dict(sorted(files.items()))
 
 
@@ -154,8 +167,14 @@ def nearest_key(key: str, among: Sequence[str] | None = None) -> str:
 # --- reading ---
 
 
-def _read_with_base(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of a file over those of its bases, and which source set each dotted key."""
+def _read_with_base(
+    path: Path, chain: tuple[Path, ...], default: Path | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The values of a file over those of its bases, and which source set each dotted key.
+
+    Args:
+        default: the base of a file that names none.
+    """
     resolved = path.resolve()
     if resolved in chain:
         circle = " -> ".join(step.name for step in (*chain, resolved))
@@ -170,6 +189,8 @@ def _read_with_base(path: Path, chain: tuple[Path, ...]) -> tuple[dict[str, Any]
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     base = own.pop("base", None)
+    if base is None and default is not None and default.resolve() != resolved:
+        base = str(default.resolve())
     if base is not None:
         if not isinstance(base, str):
             raise MoexpError(f"bad value for base: {base!r}", where=str(path), valid="a recipe's name or path")

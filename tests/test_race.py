@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from moexp import cli
 from moexp.bench.race import check_recipes, digest_of, find_place, parts_of, run_race
 from moexp.errors import MoexpError
-from moexp.recipe import Recipe, load_recipe
+from moexp.recipe import Recipe, load_method, load_recipe, recipe_folders
 from moexp.rundir import home
 
 pytestmark = pytest.mark.e2e
@@ -25,7 +25,7 @@ bench: {workloads: [chat, math], bootstrap_samples: 50, warmup_prompts: 0}
 """
 RECIPES = {
     "chain": BASE,
-    "eager": "base: chain.yaml\ndecode: {policy: fixed, prefetch_top: 1}\n",
+    "eager": "decode: {policy: fixed, prefetch_top: 1}\n",  # no base: laid over the first
     "tree": "base: chain.yaml\ndecode: {drafter: head, prefetch: true, tree: {predictor: learned, gamma: 4}}\n",
 }
 
@@ -36,7 +36,7 @@ def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Recipe]:
     monkeypatch.chdir(tmp_path)
     for name, content in RECIPES.items():
         (tmp_path / f"{name}.yaml").write_text(content)
-    return [load_recipe(f"{name}.yaml") for name in RECIPES]
+    return [load_method(f"{name}.yaml", base="chain.yaml") for name in RECIPES]
 
 
 def run(*words: str, code: int = 0) -> str:
@@ -95,13 +95,13 @@ def test_who_cannot_race_is_told_why(recipes: list[Recipe], tmp_path: Path):
         check_recipes([chain, chain])
     with pytest.raises(MoexpError, match="two methods called ar"):
         check_recipes([chain.model_copy(update={"name": "ar"})])
-    warm = load_recipe("eager.yaml", ["decode.temperature=1.0"])
+    warm = load_recipe("tree.yaml", ["decode.temperature=1.0"])
     with pytest.raises(MoexpError, match="another sampling than the first recipe's.*temperature=0.0"):
         check_recipes([chain, warm])
-    other = load_recipe("eager.yaml", ["seed=1"])
+    other = load_recipe("tree.yaml", ["seed=1"])
     with pytest.raises(MoexpError, match="the target is not built"):
         check_recipes([chain, other])
-    elsewhere = load_recipe("eager.yaml", [f"paths.target={tmp_path / 'elsewhere'}"])
+    elsewhere = load_recipe("tree.yaml", [f"paths.target={tmp_path / 'elsewhere'}"])
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "config.json").write_text("{}")
     with pytest.raises(MoexpError, match="another target than the first recipe's"):
@@ -120,3 +120,24 @@ def test_where_a_race_is_run(recipes: list[Recipe]):
     nowhere = load_recipe("chain.yaml", ["bench.platforms=[]"])
     with pytest.raises(MoexpError, match="no platform to race on"):
         find_place(None, nowhere)
+
+
+def test_a_method_is_laid_over_a_recipe_and_a_recipe_is_not(recipes: list[Recipe], tmp_path: Path):
+    chain, eager, tree = recipes
+    assert (eager.name, eager.target, eager.head) == ("eager", chain.target, chain.head)
+    assert eager.decode.policy == "fixed" and eager.decode.budget == chain.decode.budget
+    assert load_method("tree.yaml", base="tiny") == tree  # it names its own base
+    assert load_method("chain.yaml", base="chain.yaml") == chain
+    (tmp_path / "odd.yaml").write_text("decode: {drafer: head}\n")
+    with pytest.raises(MoexpError, match="unknown key decode.drafer.*odd.yaml"):
+        load_method("odd.yaml", base="chain.yaml")
+    with pytest.raises(MoexpError, match="no recipe or method 'mtp-wid'.*did you mean mtp-wide"):
+        load_method("mtp-wid", base="chain.yaml")
+
+
+def test_every_shipped_method_suits_a_shipped_recipe():
+    files = sorted((recipe_folders()[0] / "methods").glob("*.yaml"))
+    assert files
+    for file in files:
+        method = load_method(file.stem, base="pocket-qwen3")
+        assert method.summary and method.target == load_recipe("pocket-qwen3").target

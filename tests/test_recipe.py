@@ -22,7 +22,8 @@ HUB = [
 ]  # fmt: skip
 SHIPPED = sorted([
     *HUB, "pocket", "pocket-deepseek-v3", "pocket-eagle3", "pocket-gpt-oss", "pocket-gto", "pocket-long", "pocket-mtp",
-    "pocket-quick", "pocket-qwen3", "pocket-repair", "tiny", "workloads-draftexpert", "workloads-ecospec",
+    "pocket-quick", "pocket-qwen3", "pocket-qwen3-wide", "pocket-repair", "tiny",
+    "workloads-draftexpert", "workloads-ecospec",
 ])  # fmt: skip
 
 ON_BENCHMARKS = ("workloads-draftexpert", "workloads-ecospec")
