@@ -58,10 +58,10 @@ reproduce: env
 	@$(BIN)/moexp reproduce --recipe pocket
 
 reproduce-all: reproduce
-	@for recipe in pocket-qwen3 pocket-gpt-oss pocket-deepseek-v3; do \
+	@for recipe in pocket-qwen3 pocket-qwen3-wide pocket-gpt-oss pocket-deepseek-v3; do \
 	  $(BIN)/moexp reproduce --recipe $$recipe || exit 1; \
 	done
-	@$(BIN)/moexp compare pocket pocket-qwen3 pocket-gpt-oss pocket-deepseek-v3
+	@$(BIN)/moexp compare pocket pocket-qwen3 pocket-qwen3-wide pocket-gpt-oss pocket-deepseek-v3
 
 clean:
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
