@@ -188,7 +188,7 @@ def _draw(figure: Figure, rows: list[Row]) -> None:
     _draw_bars(right, bars, "speedup", "speedup over AR, experts in memory")
     right.axvline(1, color=GREY, linewidth=1)
     left.set_yticks(range(len(bars)), [label for label, *_ in bars], fontsize=7)
-    left.invert_yaxis()
+    left.set_ylim(len(bars) - 0.4, -0.6)
     figure.legend(*left.get_legend_handles_labels(), loc="upper right", ncols=2, fontsize=7)
 
 
