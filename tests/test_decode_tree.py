@@ -189,6 +189,36 @@ def test_a_predictor_follows_the_request_and_is_timed_apart(engine):
     assert all(step.predict_s is not None and step.draft_s >= 0 for step in steps)
 
 
+class Announced:
+    """What an engine prefetches outside of steps."""
+
+    def __init__(self):
+        self.routings = []
+
+    def passed(self, path, routings):
+        pass
+
+    def prefetched(self, routing_Lk):
+        self.routings.append(routing_Lk.copy())
+
+
+def test_of_nodes_that_were_drafted_from_the_draft_router_is_believed(engine):
+    found: dict[str, list[np.ndarray]] = {}
+    engine.predictors["learned"] = lambda: Recorded(engine.spec)
+    try:
+        for predictor in ("draft-router", "learned"):
+            engine.observer = announced = Announced()
+            run(engine, tree(predictor=predictor, selector="confidence", prefetch=True, gamma=8), prompt(12))
+            found[predictor] = announced.routings
+    finally:
+        engine.observer = None
+        engine.predictors.clear()
+    model = np.broadcast_to(np.arange(engine.spec.top_k), found["learned"][0].shape)
+    same = [np.array_equal(one, other) for one, other in zip(*found.values(), strict=True)]
+    assert all(alike or np.array_equal(one, model) for alike, one in zip(same, found["learned"], strict=True))
+    assert 0 < sum(same) < len(same), "inner nodes by the router, leaves by the model"
+
+
 def test_the_oracle_knows_the_routing_of_every_verified_node(engine, tiny_folder):
     recording: Recording = {}
     second = make_engine(tiny_folder(), dtype=torch.bfloat16)

@@ -21,7 +21,7 @@ from moexp.runtime.cycle import Prepared
 from moexp.runtime.drafters import draft_path, routing_overlap, union_size, until_stop
 from moexp.runtime.forward import VERIFY, Block, Engine, StepOut
 from moexp.runtime.head_drafter import HeadTreeDrafter
-from moexp.runtime.method import Method
+from moexp.runtime.method import LEARNED, Method
 from moexp.runtime.predictors import ExpertPredictor, NoPredictor
 from moexp.runtime.tree import DraftTree, TreeBuilder, TreeShape
 from moexp.runtime.tree_select import SelectorOptions, Words, make_selector, pack_experts, select
@@ -183,7 +183,9 @@ class TreeLoop:
         predicted = self.predictor.predict(tree)
         predict_s = None if predicted is None else time.perf_counter() - grown_s
         if predicted is not None:
-            routing = dict(enumerate(predicted))
+            # Where the draft path went, its router knows better than a model that reads tokens alone.
+            ran = routing if self.plan.predictor.startswith(LEARNED) else {}
+            routing = dict(enumerate(predicted)) | ran
         nodes, costs, covered_LW = self._select(tree, routing, covered_LW)
         block = tree.take(nodes)
         if self.method.prefetch:

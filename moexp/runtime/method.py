@@ -13,7 +13,8 @@ from moexp.runtime.tree_select import SelectorOptions, make_selector
 if TYPE_CHECKING:
     from moexp.runtime.forward import Engine
 
-PREDICTORS = ("draft-router", "learned", "oracle", "none")
+LEARNED = "learned"
+PREDICTORS = ("draft-router", LEARNED, "oracle", "none")
 HEAD = "head"  # the drafter that reads the target's hidden states
 
 
@@ -26,8 +27,9 @@ class TreePlan:
         selector: a key of `tree_select.SELECTORS`.
         gamma: nodes verified, the pending token included.
         epsilon: of the selectors by cost.
-        predictor: whose expert sets selection and prefetch go by: the draft router's, those of a model trained to
-            predict them, the target's own (recorded: a bound, not a method), or nobody's.
+        predictor: whose expert sets selection and prefetch go by: the draft router's (at the price of draft passes for
+            the leaves), those of a model trained to predict them (of nodes that the draft path ran, its router's), the
+            target's own (recorded: a bound, not a method), or nobody's.
     """
 
     shape: TreeShape = field(default_factory=TreeShape)
@@ -129,7 +131,7 @@ def _check_tree(plan: TreePlan, engine: Engine, drafter: str) -> None:
         raise MoexpError(f"unknown predictor {plan.predictor!r}", where="decode.predictor", valid=", ".join(PREDICTORS))
     if drafter == HEAD and plan.predictor == "draft-router":
         raise MoexpError("a head has no draft router", where="decode.predictor", valid="learned, oracle, none")
-    if plan.predictor in ("learned", "oracle") and plan.predictor not in engine.predictors:
+    if plan.predictor in (LEARNED, "oracle") and plan.predictor not in engine.predictors:
         found = f"no {plan.predictor} predictor is loaded"
         raise MoexpError(found, where="decode.predictor", valid="train one, or none")
     lacking = {"none": False, "predicted": plan.predictor == "none", "recorded": plan.predictor != "oracle"}
