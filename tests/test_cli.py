@@ -55,6 +55,8 @@ FLAGS = {
     "report": {"--recipe", "-r", "--paper", "--set", "-s", "--out", "-o"},
     "audit": {"--recipe", "-r", "--set", "-s", "--out", "-o"},
     "plan": {"--recipe", "-r", "--platform", "-p", "--set", "-s"},
+    "compare": {"recipes", "--out", "-o"},
+    "race": {"recipes", "--platform", "-p", "--prompts", "--tokens", "--name"},
 }
 
 
