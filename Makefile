@@ -4,7 +4,7 @@
 # make test-slow   the long tests
 # make quickstart  the whole chain with little training (a few minutes)
 # make reproduce   the whole chain for the default recipe
-# make reproduce-all  and EcoSpec's tables for targets carved to the geometries of its three models (hours)
+# make reproduce-all  and EcoSpec's tables for targets carved to the geometries of its three models (two hours more)
 # make clean       caches and build products; make distclean also removes .venv
 #
 # PYTHON=python3.12 chooses the interpreter. PIP_ARGS="--find-links DIR" shows pip a folder of wheels, for example one
