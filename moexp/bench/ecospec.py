@@ -42,7 +42,7 @@ from moexp.bench.ecospec_data import (
     parts_of,
 )
 from moexp.bench.measure import measure_on
-from moexp.bench.platforms import Platform, find_platform
+from moexp.bench.platforms import IN_MEMORY, Platform, find_platform
 from moexp.bench.runner import PromptEngine, kept_tokens, make_jobs, select_prompts, tuning_prompts
 from moexp.bench.turns import SLICE_S
 from moexp.compute import prepare
@@ -59,7 +59,6 @@ from moexp.target.load import Target, target_identity
 
 HEADS = {"eagle3": "EAGLE-3", "mtp": "MTP", "gto": "GTO"}
 ON_DISK = "local-disk"
-IN_MEMORY = Platform("resident", "measured", "resident", padded=True)
 SWEEP_HEAD = "eagle3"  # whose gamma is swept, and whose selections are compared
 
 

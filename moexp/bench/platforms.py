@@ -80,6 +80,10 @@ class Platform:
         return self.ratio is not None
 
 
+IN_MEMORY = Platform("resident", "measured", "resident", padded=True)
+"""All experts in memory, padded as for the disk: EcoSpec's setting, where a step costs the traffic of its union."""
+
+
 def cg_ratio() -> LoadRatio:
     """CPU to GPU, from DraftExpert's figure 2."""
     speed = {row["drafter"]: row["draft_speedup"] for row in load_paper("draftexpert").figures[2]["rows"]}

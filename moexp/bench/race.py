@@ -24,7 +24,7 @@ from moexp.artifacts import (
     sampling_of,
 )
 from moexp.bench.measure import measure_on
-from moexp.bench.platforms import Platform, find_platform
+from moexp.bench.platforms import IN_MEMORY, Platform, find_platform
 from moexp.bench.race_table import AR, race_rows, write_race
 from moexp.bench.runner import PromptEngine, make_jobs, select_prompts, tuning_prompts
 from moexp.compute import prepare
@@ -32,11 +32,10 @@ from moexp.errors import MoexpError
 from moexp.recipe import Recipe
 from moexp.report import load_measured
 from moexp.rundir import RunDir, artifact_path
-from moexp.runtime.method import HEAD, Method
+from moexp.runtime.method import HEAD, LEARNED, Method
 from moexp.runtime.store import ExpertStore
 from moexp.target.load import Target
 
-RESIDENT = "resident"
 FOLDER = "races"
 
 
@@ -120,8 +119,8 @@ def find_place(name: str | None, base: Recipe) -> Platform:
     Raises:
         MoexpError: an unknown one, or none is named.
     """
-    if name == RESIDENT:
-        return Platform(RESIDENT, "measured", "resident", padded=True)
+    if name == IN_MEMORY.name:
+        return IN_MEMORY
     if name is None and not base.bench.platforms:
         raise MoexpError("no platform to race on", where="bench.platforms", valid="at least one, or --platform")
     return find_platform(name or base.bench.platforms[0])
@@ -135,7 +134,7 @@ def parts_of(recipe: Recipe) -> dict[str, Path]:
         parts["draft experts"] = draft_folder(recipe)
     if method.drafter == HEAD:
         parts["head"] = head_folder(recipe)
-    if method.tree is not None and method.tree.predictor == "learned":
+    if method.tree is not None and method.tree.predictor == LEARNED:
         parts["predictor"] = predictor_folder(recipe)
     return parts
 
