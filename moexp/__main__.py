@@ -1,6 +1,6 @@
 """`python -m moexp` is the same as the console script."""
 
-from moexp.cli import main
+from moexp.cli.main import main
 
 if __name__ == "__main__":
     main()

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from moexp import atomic
-from moexp.errors import MoexpError
+from moexp.base import atomic
+from moexp.base.errors import MoexpError
 
 
 @dataclass(frozen=True, slots=True)

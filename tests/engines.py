@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moexp.runtime.counters import Phase
-from moexp.runtime.forward import Engine
-from moexp.runtime.host import load_experts
-from moexp.runtime.store import ExpertStore, ResidentStore, Ticket, open_store
+from moexp.runtime.engine.engine import Engine
+from moexp.runtime.store.counters import Phase
+from moexp.runtime.store.host import load_experts
+from moexp.runtime.store.store import ExpertStore, ResidentStore, Ticket, open_store
 from moexp.target.experts import ExpertKey, ExpertWeights
 from moexp.target.load import load_target
 

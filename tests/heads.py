@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from moexp.target.draft_vocab import DraftVocab
-from moexp.target.eagle_head import EagleConfig, EagleHead, new_eagle_head
+from moexp.target.heads.draft_vocab import DraftVocab
+from moexp.target.heads.eagle_head import EagleConfig, EagleHead, new_eagle_head
 from moexp.target.spec import MoESpec
 from moexp.target.tiny import build_tiny_target
 

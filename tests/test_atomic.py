@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from moexp import atomic
-from moexp.errors import MoexpError
+from moexp.base import atomic
+from moexp.base.errors import MoexpError
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -104,7 +104,7 @@ def test_json_has_no_nan(tmp_path: Path):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from moexp import atomic
+from moexp.base import atomic
 
 def die(*args):
     os.kill(os.getpid(), signal.SIGKILL)

@@ -16,12 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from moexp import cli, metrics
+from moexp import metrics
 from moexp.audit import Audit, our_lines, paper_lines, run_audit
 from moexp.audit.draftexpert import agreement_for
 from moexp.audit.files import read_sheet
 from moexp.audit.lines import Input, Line, derive, farthest, number, same
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
+from moexp.cli import main as cli
 
 REPO = Path(__file__).parent.parent
 RESULTS = REPO / "results"

@@ -14,33 +14,27 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moexp import cli
-from moexp.artifacts import (
-    draft_folder,
-    find_target,
-    open_draft_experts,
-    open_target,
-    opened_store,
-    source_cache,
-    target_folder,
-)
+from moexp.base.errors import MoexpError
 from moexp.bench import ablation, draftexpert, platforms, runner, tune
-from moexp.bench import tables as bench_tables
-from moexp.bench.draftexpert_data import AR, FIXED, FULL, LOSSES, METHODS, TOP_1_FULL, TRUNCATED
+from moexp.bench import papers as bench_tables
 from moexp.bench.replay import Costs, Cycle, Setting, estimate, record_cycles
 from moexp.bench.runner import Job, PromptEngine, begin_run, is_complete, make_jobs, run_methods, select_prompts
-from moexp.errors import MoexpError
-from moexp.learn.build import build_target
-from moexp.learn.train_draft import train_draft_expert
-from moexp.recipe import Recipe, load_recipe
+from moexp.cli import main as cli
+from moexp.config.locations import draft_folder, source_cache, target_folder
+from moexp.config.recipe import Recipe, load_recipe
+from moexp.config.sections import StoreSection
+from moexp.learn.draft_expert.train import train_draft_expert
+from moexp.learn.target.build import build_target
 from moexp.records import RequestRecord, StepRecord, read_records
-from moexp.report import STEPS
-from moexp.runtime.decode import LogitsDigest, decode_all
-from moexp.runtime.forward import Engine
-from moexp.runtime.method import Method
-from moexp.runtime.verify import Sampling
-from moexp.schema import StoreSection
+from moexp.runtime.decoding.chain import LogitsDigest, decode_all
+from moexp.runtime.decoding.method import Method
+from moexp.runtime.engine.engine import Engine
+from moexp.runtime.opening import opened_store
+from moexp.runtime.verifiers.chain import Sampling
+from moexp.tables.core.run import STEPS
+from moexp.tables.draftexpert.labels import AR, FIXED, FULL, LOSSES, METHODS, TOP_1_FULL, TRUNCATED
 from moexp.target.load import Target
+from moexp.target.opening import find_target, open_draft_experts, open_target
 
 pytestmark = pytest.mark.e2e
 

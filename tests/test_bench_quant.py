@@ -8,13 +8,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moexp import cli
-from moexp.artifacts import find_target
 from moexp.bench import quantised
 from moexp.bench.quantised import held_out_loss, held_out_rows, open_precisions, run_quantised
-from moexp.recipe import load_recipe
-from moexp.stages import build_stage
+from moexp.cli import main as cli
+from moexp.cli.stages import build_stage
+from moexp.config.recipe import load_recipe
 from moexp.target.load import load_target
+from moexp.target.opening import find_target
 from tests.tiny_models import whole_model
 
 SMALL = ["target.dtype=float32", "bench.workloads=[chat]", "bench.max_new_tokens=6", "bench.paced_new_tokens=4"]

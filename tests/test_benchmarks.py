@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from moexp.base.errors import MoexpError
 from moexp.bench.runner import select_prompts
-from moexp.benchmarks import BENCHMARKS
-from moexp.data import Prompt, load_prompts
-from moexp.errors import MoexpError
+from moexp.data.prompts import Prompt, load_prompts
+from moexp.data.public_sets import BENCHMARKS
 
 BOXED = "\n Please reason step by step, and put your final answer within \\boxed{}."
 

@@ -12,12 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from moexp.errors import MoexpError
-from moexp.learn import build
-from moexp.learn.build import build_target, read_manifest, repairs_before
-from moexp.learn.loop import Schedule
-from moexp.learn.quality import measure_quality
-from moexp.learn.repair import (
+from moexp.base.errors import MoexpError
+from moexp.config.recipe import Recipe, load_recipe
+from moexp.config.sections import DeltaSection
+from moexp.learn.core.loop import Schedule
+from moexp.learn.target import build
+from moexp.learn.target.build import build_target, read_manifest, repairs_before
+from moexp.learn.target.quality import measure_quality
+from moexp.learn.target.repair import (
     LoadBalancer,
     RepairSettings,
     RoutingLocality,
@@ -27,8 +29,6 @@ from moexp.learn.repair import (
     repair_end_to_end,
     repair_layerwise,
 )
-from moexp.recipe import Recipe, load_recipe
-from moexp.schema import DeltaSection
 from moexp.target.carve import Geometry, calibrate, carve
 from moexp.target.load import load_target
 from moexp.target.tiny import build_tiny_target

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moexp.errors import MoexpError
-from moexp.runtime.cache import POLICIES, LeastFrequent, make_policy
-from moexp.runtime.counters import PHASES, Phase, StoreCounters
-from moexp.runtime.residency import Residency
+from moexp.base.errors import MoexpError
+from moexp.runtime.store.counters import PHASES, Phase, StoreCounters
+from moexp.runtime.store.policies import POLICIES, LeastFrequent, make_policy
+from moexp.runtime.store.residency import Residency
 
 KEYS = [(layer, expert) for layer in (1, 2) for expert in range(4)]
 DEMANDS = {key: (7 * place) % 5 for place, key in enumerate(KEYS[:6])}

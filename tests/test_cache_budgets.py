@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moexp import cli
 from moexp.bench.budgets import POLICIES, all_budgets
 from moexp.bench.budgets_table import FOLDER
-from moexp.recipe import load_recipe
-from moexp.report import REQUESTS, run_folder
+from moexp.cli import main as cli
+from moexp.config.locations import run_folder
+from moexp.config.recipe import load_recipe
+from moexp.tables.core.run import REQUESTS
 
 pytestmark = pytest.mark.e2e
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import Glm4MoeForCausalLM, LlamaForCausalLM
 
-from moexp.errors import MoexpError
-from moexp.learn.repair import moe_layers
+from moexp.base.errors import MoexpError
+from moexp.learn.target.repair import moe_layers
 from moexp.target.carve import (
     Geometry,
     LayerPlan,

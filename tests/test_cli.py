@@ -13,9 +13,11 @@ import typer
 from typer.testing import CliRunner
 
 import moexp
-from moexp import cli
-from moexp.errors import MoexpError
-from moexp.recipe import load_recipe
+from moexp.base.errors import MoexpError
+from moexp.cli import main as cli
+from moexp.cli.app import command
+from moexp.cli.group import CommandGroup
+from moexp.config.recipe import load_recipe
 
 REPO = Path(__file__).parent.parent
 FLAGS = {
@@ -81,9 +83,9 @@ def test_every_command_explains_itself_with_an_example(name: str):
 
 
 def test_examples_name_flags_that_exist():
-    for name, command in commands().items():
-        flags = {flag for option in command.params for flag in option.opts}
-        words = command.epilog.removeprefix("Example: ").split()
+    for name, found in commands().items():
+        flags = {flag for option in found.params for flag in option.opts}
+        words = found.epilog.removeprefix("Example: ").split()
         assert words[:2] == ["moexp", name]
         assert {word for word in words if word.startswith("-")} <= flags
 
@@ -119,9 +121,9 @@ def test_version_and_no_arguments():
 
 
 def app_with(function: Any) -> typer.Typer:
-    app = typer.Typer(cls=cli.CommandGroup)
+    app = typer.Typer(cls=CommandGroup)
     app.callback()(lambda: None)
-    cli.command(app, "run", "moexp run")(function)
+    command(app, "run", "moexp run")(function)
     return app
 
 
@@ -155,11 +157,12 @@ def test_ctrl_c_in_a_real_process_ends_with_130_and_no_traceback():
     script = """
 import sys, time
 import typer
-from moexp import cli
+from moexp.cli import main as cli
+from moexp.cli.app import command
 def wait() -> None:
     print("ready", flush=True)
     time.sleep(60)
-cli.command(cli.app, "wait", "moexp wait")(wait)
+command(cli.app, "wait", "moexp wait")(wait)
 sys.argv = ["moexp", "wait"]
 cli.main()
 """

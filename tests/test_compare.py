@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moexp.bench.compare import COLUMNS, FOLDER, compare
-from moexp.bench.ecospec_rows import counterpart, paper_beside, plain_name
-from moexp.cli import app
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
+from moexp.cli.app import app
 from moexp.papers import load_paper
-from moexp.report import Row
+from moexp.tables.core.table import Row
+from moexp.tables.ecospec.rows import counterpart, paper_beside, plain_name
+from moexp.tables.ecospec.targets import COLUMNS, FOLDER, compare
 
 PAPER = load_paper("ecospec")
 QWEN, GPT, DEEPSEEK = "Qwen3-235B-A22B", "GPT-OSS-120B", "DeepSeek-V3.1"

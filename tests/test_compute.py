@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moexp.compute import pick_device, prepare
-from moexp.errors import MoexpError
-from moexp.recipe import load_recipe
+from moexp.base.compute import pick_device, prepare
+from moexp.base.errors import MoexpError
+from moexp.config.recipe import load_recipe
 
 
 @pytest.mark.parametrize(
@@ -38,16 +38,17 @@ def test_a_gpu_does_not_take_experts_from_disk(monkeypatch):
 
 
 def test_a_target_is_opened_on_the_recipes_device(tiny_folder, monkeypatch):
-    from moexp import artifacts
+    from moexp.runtime.opening import opened_store
+    from moexp.target.opening import open_target
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     recipe = load_recipe("tiny", ["device=cuda", "store.kind=host", f"paths.target={tiny_folder()}"])
     with pytest.raises(MoexpError, match="no CUDA device"):
-        artifacts.open_target(recipe)
+        open_target(recipe)
     recipe = load_recipe("tiny", ["store.kind=host", f"paths.target={tiny_folder()}"])
-    target = artifacts.open_target(recipe)
+    target = open_target(recipe)
     assert target.device.type == "cpu"
-    with artifacts.opened_store(target, recipe.store) as store:
+    with opened_store(target, recipe.store) as store:
         assert store is not None
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from moexp.errors import MoexpError
-from moexp.learn.corpus import Part, Script, StreamSettings, write_streams
-from moexp.learn.corpus_files import corpus_rows, load_rows, save_rows, shipped_corpora, write_corpus
-from moexp.learn.scripts import chat_frame, scripts
-from moexp.schema import CorpusSection
+from moexp.base.errors import MoexpError
+from moexp.config.sections import CorpusSection
+from moexp.learn.corpus.files import corpus_rows, load_rows, save_rows, shipped_corpora, write_corpus
+from moexp.learn.corpus.scripts import chat_frame, scripts
+from moexp.learn.corpus.streams import Part, Script, StreamSettings, write_streams
 from moexp.target.tiny import byte_tokenizer
 from tests.tiny_models import dense_model, random_rows
 
@@ -146,6 +146,6 @@ def test_a_corpus_of_another_tokenizer_or_no_corpus_is_refused(tmp_path: Path):
 
 def test_a_corpus_that_is_not_shipped_is_an_error(model: Any, tmp_path: Path, monkeypatch):
     assert all(file.name.startswith("dense-") for file in shipped_corpora("dense"))
-    monkeypatch.setattr("moexp.learn.corpus_files.shipped_corpora", lambda author: [])
+    monkeypatch.setattr("moexp.learn.corpus.files.shipped_corpora", lambda author: [])
     with pytest.raises(MoexpError, match="no corpus by dense is shipped.*valid: source: write"):
         corpus_rows(section(source="shipped"), model, byte_tokenizer(), tmp_path, author="dense", seed=0)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from moexp.runtime import cuda
-from moexp.runtime.cuda import CudaSlots, PinnedSource
-from moexp.runtime.slots import Slot
-from moexp.runtime.transfer import Transfer
+from moexp.runtime.store import cuda
+from moexp.runtime.store.cuda import CudaSlots, PinnedSource
+from moexp.runtime.store.slots import Slot
+from moexp.runtime.store.transfer import Transfer
 from moexp.target.experts import ExpertKey, ExpertWeights
 
 HIDDEN, WIDTH = 8, 4

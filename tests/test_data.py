@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from moexp.data import Prompt, load_prompts, load_texts, render_chat
-from moexp.errors import MoexpError
-from moexp.hub import parse_location
-from moexp.machine_text import machine_texts
+from moexp.base.errors import MoexpError
+from moexp.base.hub import parse_location
+from moexp.data.machine_text import machine_texts
+from moexp.data.prompts import Prompt, load_prompts, load_texts, render_chat
 
 
 def write_jsonl(path: Path, *rows: Any) -> str:

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import moexp.runtime.decode as decode_module
-from moexp.errors import MoexpError
-from moexp.runtime.decode import LogitsDigest, decode, decode_all
-from moexp.runtime.drafters import SelfDrafter, routing_overlap, union_size
-from moexp.runtime.method import Method, TreePlan
-from moexp.runtime.verify import Sampling
+import moexp.runtime.decoding.chain as decode_module
+from moexp.base.errors import MoexpError
+from moexp.runtime.decoding.chain import LogitsDigest, decode, decode_all
+from moexp.runtime.decoding.method import Method, TreePlan
+from moexp.runtime.drafters.chain import SelfDrafter, routing_overlap, union_size
+from moexp.runtime.verifiers.chain import Sampling
 from tests.branches import Branches
 from tests.engines import WatchedStore, make_engine, prompt, swap_store
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moexp.errors import MoexpError
-from moexp.runtime.decode import decode_all
-from moexp.runtime.decode_batch import decode_batch
-from moexp.runtime.forward import VERIFY, Block
-from moexp.runtime.method import Method, TreePlan
-from moexp.runtime.verify import Sampling
+from moexp.base.errors import MoexpError
+from moexp.runtime.decoding.batch import decode_batch
+from moexp.runtime.decoding.chain import decode_all
+from moexp.runtime.decoding.method import Method, TreePlan
+from moexp.runtime.engine.engine import VERIFY, Block
+from moexp.runtime.verifiers.chain import Sampling
 from tests.engines import WatchedStore, make_engine, prompt, swap_store
 
 pytestmark = pytest.mark.e2e

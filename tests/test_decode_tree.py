@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from moexp.errors import MoexpError
-from moexp.runtime.decode import decode_all
-from moexp.runtime.method import Method, TreePlan
-from moexp.runtime.predictors import OraclePredictor, Recording
-from moexp.runtime.tree import TreeShape
-from moexp.runtime.verify import Sampling
+from moexp.base.errors import MoexpError
+from moexp.runtime.decoding.chain import decode_all
+from moexp.runtime.decoding.method import Method, TreePlan
+from moexp.runtime.drafters.tree import TreeShape
+from moexp.runtime.predictors.routing import OraclePredictor, Recording
+from moexp.runtime.verifiers.chain import Sampling
 from tests.engines import WatchedStore, make_engine, prompt, swap_store
 
 pytestmark = pytest.mark.e2e

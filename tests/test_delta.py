@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import Glm4MoeForCausalLM
 
-from moexp.errors import MoexpError
-from moexp.learn.repair import delivered, prepare
+from moexp.base.errors import MoexpError
+from moexp.learn.target.repair import delivered, prepare
 from moexp.target.carve import Geometry, calibrate, carve
 from moexp.target.delta import (
     _pack_trits,
@@ -171,7 +171,7 @@ def test_the_details_are_json(tmp_path: Path):
 
 
 def test_the_shipped_delta_is_small_and_fits_the_recipe_that_uses_it():
-    from moexp.recipe import load_recipe
+    from moexp.config.recipe import load_recipe
 
     section = load_recipe("pocket").target
     assert section.delta is not None

@@ -7,16 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
 from moexp.target import draft_expert
-from moexp.target.draft_expert import (
-    HEADER,
-    WEIGHTS,
-    DraftExperts,
-    load_draft_experts,
-    read_header,
-    save_draft_experts,
-)
+from moexp.target.draft_expert import HEADER, WEIGHTS, DraftExperts, load_draft_experts, read_header, save_draft_experts
 
 TARGET = "a" * 64
 

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moexp.bench.draftexpert_data import AR, FIXED, FULL, TRUNCATED
-from moexp.bench.draftexpert_figures import draftexpert_plots
-from moexp.bench.figures import draw_figures
-from moexp.bench.plot import Plot
-from moexp.bench.rows import Bootstrapped
-from moexp.recipe import load_recipe
+from moexp.config.recipe import load_recipe
 from moexp.records import StepRecord
-from moexp.report import Row
+from moexp.tables.core.plot import Plot
+from moexp.tables.core.rows import Bootstrapped
+from moexp.tables.core.table import Row
+from moexp.tables.draftexpert.figures import draftexpert_plots
+from moexp.tables.draftexpert.labels import AR, FIXED, FULL, TRUNCATED
+from moexp.tables.figures import draw_figures
 from tests.test_report import PROVENANCE, save
 
 pytestmark = pytest.mark.e2e

@@ -14,11 +14,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moexp.errors import MoexpError
-from moexp.target.draft_head import HeadCache, frozen_copy
-from moexp.target.draft_vocab import DraftVocab, checked_vocab, coverage, pick_draft_vocab, token_counts
-from moexp.target.eagle_files import CONFIG, WEIGHTS, load_eagle_head, save_eagle_head
-from moexp.target.eagle_head import EagleConfig, EagleHead, default_feature_layers, new_eagle_head, start_from_target
+from moexp.base.errors import MoexpError
+from moexp.target.heads.draft_vocab import DraftVocab, checked_vocab, coverage, pick_draft_vocab, token_counts
+from moexp.target.heads.eagle_files import CONFIG, WEIGHTS, load_eagle_head, save_eagle_head
+from moexp.target.heads.eagle_head import (
+    EagleConfig,
+    EagleHead,
+    default_feature_layers,
+    new_eagle_head,
+    start_from_target,
+)
+from moexp.target.heads.head import HeadCache, frozen_copy
 from tests.heads import (
     DRAFTED,
     FFN,

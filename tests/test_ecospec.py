@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from moexp import cli, metrics
-from moexp.bench import ecospec, ecospec_tables
-from moexp.bench.ecospec_data import load_eco_run, method_name, parts_of
-from moexp.errors import MoexpError
-from moexp.recipe import load_recipe
+from moexp import metrics
+from moexp.base.errors import MoexpError
+from moexp.bench import ecospec
+from moexp.cli import main as cli
+from moexp.config.recipe import load_recipe
+from moexp.tables.ecospec import tables as ecospec_tables
+from moexp.tables.ecospec.data import load_eco_run, method_name, parts_of
 
 pytestmark = pytest.mark.e2e
 

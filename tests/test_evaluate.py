@@ -9,9 +9,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from moexp import artifacts, evaluate, exactness
-from moexp.errors import MoexpError
-from moexp.evaluate import (
+from moexp.base.errors import MoexpError
+from moexp.bench import exactness
+from moexp.bench import gate as evaluate
+from moexp.bench.exactness import Gate, Outcome, RowLog, row_invariant
+from moexp.bench.gate import (
     FRESH,
     already_passed,
     gate_identity,
@@ -21,16 +23,17 @@ from moexp.evaluate import (
     run_gate,
     write_gate,
 )
-from moexp.exactness import Gate, Outcome, RowLog, row_invariant
-from moexp.learn.build import build_target
-from moexp.recipe import Recipe, load_recipe
-from moexp.runtime.decode import LogitsDigest
-from moexp.runtime.method import Method
-from moexp.runtime.select import POLICIES
-from moexp.runtime.verify import Verdict
-from moexp.show import gate_lines, gate_table
+from moexp.bench.gate_table import gate_lines, gate_table
+from moexp.config import locations
+from moexp.config.recipe import Recipe, load_recipe
+from moexp.learn.target.build import build_target
+from moexp.runtime.decoding.chain import LogitsDigest
+from moexp.runtime.decoding.method import Method
+from moexp.runtime.selectors.chain import POLICIES
+from moexp.runtime.verifiers.chain import Verdict
 from moexp.target.draft_expert import DraftExperts, save_draft_experts
 from moexp.target.load import load_target, target_identity
+from moexp.target.opening import find_target
 
 pytestmark = pytest.mark.e2e
 
@@ -40,12 +43,12 @@ SMALL = ["eval.prompts=2", "eval.max_new_tokens=8", "eval.dtypes=[float32]"]
 def tiny(*changes: str, drafts: bool = True) -> Recipe:
     """The tiny recipe with its target built and random draft experts."""
     recipe = load_recipe("tiny", [*SMALL, *changes])
-    build_target(recipe, artifacts.target_folder(recipe), cache=Path("unused"), provenance={})
+    build_target(recipe, locations.target_folder(recipe), cache=Path("unused"), provenance={})
     if drafts:
         torch.manual_seed(0)
         experts = DraftExperts(recipe.target.tiny.hidden_size, 8, (1, 2))
-        identity = target_identity(artifacts.find_target(recipe))
-        save_draft_experts(artifacts.draft_folder(recipe), experts, identity, {"metrics": {}})
+        identity = target_identity(find_target(recipe))
+        save_draft_experts(locations.draft_folder(recipe), experts, identity, {"metrics": {}})
     return recipe
 
 
@@ -173,14 +176,14 @@ def test_a_verifier_that_accepts_a_wrong_token_fails_the_gate(monkeypatch):
         return Verdict(len(draft), target[-1]) if len(draft) > 1 else plain(draft, target)
 
     recipe = tiny(drafts=False)
-    monkeypatch.setattr("moexp.runtime.decode.verify_greedy", generous)
+    monkeypatch.setattr("moexp.runtime.decoding.chain.verify_greedy", generous)
     gate = run_gate(recipe)
     failed = {result.method for result in gate.outcomes if gate.tier(result) is None}
     assert not gate.passed and FRESH not in failed and "top-1 K4" in failed and "target K4" not in failed
 
 
 def test_a_cache_that_is_not_rolled_back_fails_the_gate(monkeypatch):
-    from moexp.runtime.forward import Engine
+    from moexp.runtime.engine.engine import Engine
 
     plain = Engine.rollback
 
@@ -209,7 +212,7 @@ def test_the_target_must_be_built():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_probe_finds_this_backend_row_invariant_and_another_not(dtype: str, monkeypatch):
     recipe = tiny(drafts=False)
-    target = load_target(artifacts.find_target(recipe), dtype=getattr(torch, dtype))
+    target = load_target(find_target(recipe), dtype=getattr(torch, dtype))
     assert row_invariant(target)
 
     def uneven(weight: torch.Tensor, *, rows: int, pack: bool) -> Any:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from moexp.runtime.decode import decode_all
-from moexp.runtime.method import Method
-from moexp.runtime.store import open_store
-from moexp.runtime.verify import Sampling
+from moexp.runtime.decoding.chain import decode_all
+from moexp.runtime.decoding.method import Method
+from moexp.runtime.store.store import open_store
+from moexp.runtime.verifiers.chain import Sampling
 from moexp.target.families import FAMILIES
 from tests.engines import make_engine, prompt, swap_store
 

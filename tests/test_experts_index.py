@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
 from moexp.target.experts import EXPERT_NAMES, ExpertIndex, checkpoint_files, iter_parts, read_header
 from tests.expert_files import APART, NAMES, expert_tensors, save_in_order, save_shards
 

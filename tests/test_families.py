@@ -15,12 +15,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from moexp.errors import MoexpError
-from moexp.runtime.decode import decode_all
-from moexp.runtime.forward import VERIFY, Engine
-from moexp.runtime.method import Method
-from moexp.runtime.store import open_store
-from moexp.runtime.verify import Sampling
+from moexp.base.errors import MoexpError
+from moexp.runtime.decoding.chain import decode_all
+from moexp.runtime.decoding.method import Method
+from moexp.runtime.engine.engine import VERIFY, Engine
+from moexp.runtime.store.store import open_store
+from moexp.runtime.verifiers.chain import Sampling
 from moexp.target.coding import dequantise_fp8, dequantise_mxfp4
 from moexp.target.draft_expert import DraftExperts
 from moexp.target.experts import ExpertIndex

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from moexp import cli
-from moexp.bench.draftexpert_figures import PLOTS
-from moexp.bench.ecospec_figures import PLOTS as ECO_PLOTS
-from moexp.bench.figures import FIGURES
-from moexp.bench.tables import NUMBERS, parse_asked, run_bench
-from moexp.errors import MoexpError
-from moexp.recipe import load_recipe
-from moexp.stages import trace_folder
+from moexp.base.errors import MoexpError
+from moexp.bench.papers import NUMBERS, parse_asked, run_bench
+from moexp.cli import main as cli
+from moexp.config.locations import trace_folder
+from moexp.config.recipe import load_recipe
+from moexp.tables.draftexpert.figures import PLOTS
+from moexp.tables.ecospec.figures import PLOTS as ECO_PLOTS
+from moexp.tables.figures import FIGURES
 from tests.test_draft_figures import folder, steps
 from tests.test_figures import trace
 

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from moexp.bench.draftexpert_data import AR, FIXED, FULL
-from moexp.bench.draftexpert_figures import draftexpert_plots
-from moexp.bench.ecospec_figures import ecospec_plots
-from moexp.bench.figures import draw_figures
-from moexp.bench.plot import Plot, render, write_plot
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
+from moexp.config.locations import trace_folder
+from moexp.config.recipe import load_recipe
 from moexp.papers import load_paper
-from moexp.recipe import load_recipe
-from moexp.report import rebuild
-from moexp.stages import trace_folder
+from moexp.tables.core.plot import Plot, render, write_plot
+from moexp.tables.draftexpert.figures import draftexpert_plots
+from moexp.tables.draftexpert.labels import AR, FIXED, FULL
+from moexp.tables.ecospec.figures import ecospec_plots
+from moexp.tables.figures import draw_figures
+from moexp.tables.write import rebuild
 from tests.test_report import PROVENANCE, TOKENS, cycles, save
 
 pytestmark = pytest.mark.e2e
@@ -239,7 +239,7 @@ def test_a_broken_table_of_a_trace_is_named(trace: Path, tmp_path: Path):
 
 def test_figures_import_no_torch_and_matplotlib_only_to_draw():
     script = (
-        "import sys, moexp.bench.figures, moexp.stages; "
+        "import sys, moexp.tables.figures, moexp.cli.stages; "
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'matplotlib')))"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent.parent).returncode == 0

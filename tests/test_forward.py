@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from moexp.errors import MoexpError
-from moexp.runtime.attention import RotaryTable, rotate_half_
-from moexp.runtime.forward import AR, VERIFY, Engine
-from moexp.runtime.kv import BlockCache, CausalMasks, padded_length
-from moexp.runtime.linear import can_pack, fuse_linears, make_linear
-from moexp.runtime.moe import StepPath, module_route, sigmoid_route
+from moexp.base.errors import MoexpError
+from moexp.runtime.engine.attention import RotaryTable, rotate_half_
+from moexp.runtime.engine.engine import AR, VERIFY, Engine
+from moexp.runtime.engine.kv import BlockCache, CausalMasks, padded_length
+from moexp.runtime.engine.linear import can_pack, fuse_linears, make_linear
+from moexp.runtime.engine.moe import StepPath, module_route, sigmoid_route
 from moexp.target.draft_expert import DraftExperts
 from moexp.target.families import FAMILIES
 from moexp.target.load import load_target

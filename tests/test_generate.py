@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from moexp import artifacts
-from moexp.errors import MoexpError
-from moexp.generate import TokenStream, experts_loaded, generate, printable
-from moexp.learn.build import build_target
-from moexp.recipe import Recipe, load_recipe
+from moexp.base.errors import MoexpError
+from moexp.cli.generate import TokenStream, experts_loaded, generate, printable
+from moexp.config import locations
+from moexp.config.recipe import Recipe, load_recipe
+from moexp.learn.target.build import build_target
 from moexp.records import StepRecord
 from moexp.target.draft_expert import DraftExperts, save_draft_experts
 from moexp.target.load import target_identity
@@ -28,9 +28,9 @@ BYTES = byte_tokenizer()
 def tiny(*changes: str) -> Recipe:
     """The tiny recipe with its target built and random draft experts, on a store from memory."""
     recipe = load_recipe("tiny", ["store.kind=host", *changes])
-    folder = build_target(recipe, artifacts.target_folder(recipe), cache=Path("unused"), provenance={})
+    folder = build_target(recipe, locations.target_folder(recipe), cache=Path("unused"), provenance={})
     experts = DraftExperts(recipe.target.tiny.hidden_size, 8, (1, 2))
-    save_draft_experts(artifacts.draft_folder(recipe), experts, target_identity(folder), {"metrics": {}})
+    save_draft_experts(locations.draft_folder(recipe), experts, target_identity(folder), {"metrics": {}})
     return recipe
 
 
@@ -138,7 +138,7 @@ def test_drawn_tokens_are_not_compared():
 def test_a_difference_is_said_loudly(monkeypatch):
     recipe = tiny()
     result, _ = shown(recipe)
-    monkeypatch.setattr("moexp.generate.Generated.identical", False)
+    monkeypatch.setattr("moexp.cli.generate.Generated.identical", False)
     _, output = shown(recipe)
     assert "OUTPUT DIFFERS FROM AR'S" in output and "identical to" not in output
 
@@ -152,7 +152,7 @@ def test_what_is_missing_says_which_command_makes_it():
     recipe = load_recipe("tiny")
     with pytest.raises(MoexpError, match="target is not built.*moexp build-target --recipe tiny"):
         shown(recipe)
-    build_target(recipe, artifacts.target_folder(recipe), cache=Path("unused"), provenance={})
+    build_target(recipe, locations.target_folder(recipe), cache=Path("unused"), provenance={})
     with pytest.raises(MoexpError, match="draft experts are not trained.*moexp train-draft-expert --recipe tiny"):
         shown(recipe)
 
@@ -160,7 +160,7 @@ def test_what_is_missing_says_which_command_makes_it():
 def test_draft_experts_of_another_target_are_refused():
     recipe = tiny()
     experts = DraftExperts(recipe.target.tiny.hidden_size, 8, (1, 2))
-    save_draft_experts(artifacts.draft_folder(recipe), experts, "f" * 64, {"metrics": {}})
+    save_draft_experts(locations.draft_folder(recipe), experts, "f" * 64, {"metrics": {}})
     with pytest.raises(MoexpError, match="draft experts of target ffffffffffff, but the target is"):
         shown(recipe)
 

@@ -7,18 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from moexp.errors import MoexpError
-from moexp.runtime.decode import decode_all
-from moexp.runtime.forward import VERIFY, Engine
-from moexp.runtime.head_drafter import HeadTreeDrafter
-from moexp.runtime.method import Method, TreePlan
-from moexp.runtime.store import open_store
-from moexp.runtime.tree import TreeShape
-from moexp.runtime.verify import Sampling
-from moexp.target.draft_vocab import DraftVocab
-from moexp.target.eagle_head import EagleConfig, new_eagle_head
+from moexp.base.errors import MoexpError
+from moexp.runtime.decoding.chain import decode_all
+from moexp.runtime.decoding.method import Method, TreePlan
+from moexp.runtime.drafters.head import HeadTreeDrafter
+from moexp.runtime.drafters.tree import TreeShape
+from moexp.runtime.engine.engine import VERIFY, Engine
+from moexp.runtime.store.store import open_store
+from moexp.runtime.verifiers.chain import Sampling
+from moexp.target.heads.draft_vocab import DraftVocab
+from moexp.target.heads.eagle_head import EagleConfig, new_eagle_head
+from moexp.target.heads.mtp_head import new_mtp_head
 from moexp.target.load import load_target
-from moexp.target.mtp_head import new_mtp_head
 from tests.engines import prompt
 
 pytestmark = pytest.mark.e2e

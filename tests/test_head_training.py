@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
-from moexp.errors import MoexpError
-from moexp.learn.chains import Chains, TargetPass, chain_mask
-from moexp.learn.draft_tree import Trees, accepted_paths, grow_trees, read_target, tree_rewards
-from moexp.learn.eagle import HeadSettings, eagle_loss, measure_eagle, train_eagle
-from moexp.learn.gto import (
+from moexp.base.errors import MoexpError
+from moexp.learn.core.loop import Metrics, Schedule
+from moexp.learn.heads.chains import Chains, TargetPass, chain_mask
+from moexp.learn.heads.draft_tree import Trees, accepted_paths, grow_trees, read_target, tree_rewards
+from moexp.learn.heads.eagle import HeadSettings, eagle_loss, measure_eagle, train_eagle
+from moexp.learn.heads.gto import (
     TreeSettings,
     clipped_surrogate,
     group_advantages,
@@ -30,15 +31,14 @@ from moexp.learn.gto import (
     train_gto,
     tree_loss,
 )
-from moexp.learn.head_loss import head_loss, read_teacher
-from moexp.learn.head_start import start_by_least_squares
-from moexp.learn.loop import Metrics, Schedule
-from moexp.learn.mtp import measure_mtp, mtp_loss, train_mtp
-from moexp.target.draft_head import HeadCache, frozen_copy
-from moexp.target.eagle_head import EagleHead
-from moexp.target.eagle_head import start_from_target as start_eagle
-from moexp.target.mtp_head import MtpHead, new_mtp_head
-from moexp.target.mtp_head import start_from_target as start_mtp
+from moexp.learn.heads.loss import head_loss, read_teacher
+from moexp.learn.heads.mtp import measure_mtp, mtp_loss, train_mtp
+from moexp.learn.heads.start import start_by_least_squares
+from moexp.target.heads.eagle_head import EagleHead
+from moexp.target.heads.eagle_head import start_from_target as start_eagle
+from moexp.target.heads.head import HeadCache, frozen_copy
+from moexp.target.heads.mtp_head import MtpHead, new_mtp_head
+from moexp.target.heads.mtp_head import start_from_target as start_mtp
 from tests.heads import small_eagle
 from tests.tiny_models import random_rows, tiny_folder, whole_model
 

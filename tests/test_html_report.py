@@ -16,13 +16,13 @@ from urllib.parse import unquote
 import pytest
 from typer.testing import CliRunner
 
-from moexp import cli
-from moexp.bench import figures
-from moexp.bench.draftexpert_data import AR, FIXED, FULL
-from moexp.errors import MoexpError
-from moexp.recipe import load_recipe
+from moexp.base.errors import MoexpError
+from moexp.cli import main as cli
+from moexp.config.recipe import load_recipe
 from moexp.records import RequestRecord, StepRecord, read_records
-from moexp.report import View, view_text
+from moexp.tables import figures
+from moexp.tables.core.table import View, view_text
+from moexp.tables.draftexpert.labels import AR, FIXED, FULL
 from moexp.web.build import rebuild_report, write_reports
 from moexp.web.contents import list_files, read_sections
 from moexp.web.facts import plain
@@ -196,7 +196,7 @@ def test_the_command_reports_all_papers_and_can_be_narrowed(runs: dict[str, Path
 def test_reproduce_ends_with_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from rich.console import Console
 
-    from moexp import pipeline
+    from moexp.cli import reproduce as pipeline
 
     monkeypatch.chdir(tmp_path)
     reports: list[Path] = []

@@ -13,8 +13,8 @@ from huggingface_hub import constants, errors
 from huggingface_hub.utils import filter_repo_objects
 from typer.testing import CliRunner
 
-from moexp import cli
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
+from moexp.cli import main as cli
 from moexp.target import hub_folder as module
 from moexp.target.hub_folder import LEFT_OUT, PATTERNS, hub_folder
 

@@ -15,20 +15,27 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import DynamicCache
 
-from moexp.learn.distill import DistillSettings, Weights, distill, start_from_neurons, teacher_kv_mask, warm_up
-from moexp.learn.draft_path import DraftPath, relative_error, router_distribution
-from moexp.learn.kd import logit_loss
-from moexp.learn.loop import Schedule
-from moexp.learn.masked import WIDEST, gated_matrices, training_implementation
-from moexp.learn.measure import measure_acceptance, measure_agreement
-from moexp.learn.train_draft import context_starts
-from moexp.runtime.decode import decode_all
-from moexp.runtime.forward import Engine
-from moexp.runtime.host import load_experts
-from moexp.runtime.method import Method
-from moexp.runtime.moe import StepPath
-from moexp.runtime.store import open_store
-from moexp.runtime.verify import Sampling
+from moexp.learn.core.experts import WIDEST, gated_matrices, training_implementation
+from moexp.learn.core.logit_loss import logit_loss
+from moexp.learn.core.loop import Schedule
+from moexp.learn.draft_expert.distill import (
+    DistillSettings,
+    Weights,
+    distill,
+    start_from_neurons,
+    teacher_kv_mask,
+    warm_up,
+)
+from moexp.learn.draft_expert.measure import measure_acceptance, measure_agreement
+from moexp.learn.draft_expert.path import DraftPath, relative_error, router_distribution
+from moexp.learn.draft_expert.train import context_starts
+from moexp.runtime.decoding.chain import decode_all
+from moexp.runtime.decoding.method import Method
+from moexp.runtime.engine.engine import Engine
+from moexp.runtime.engine.moe import StepPath
+from moexp.runtime.store.host import load_experts
+from moexp.runtime.store.store import open_store
+from moexp.runtime.verifiers.chain import Sampling
 from moexp.target.draft_expert import DraftExperts
 from moexp.target.load import load_target
 from tests.tiny_models import random_rows, tiny_folder, whole_model

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from moexp.errors import MoexpError
-from moexp.learn import loop
-from moexp.learn.loop import Metrics, Schedule, batch_rows, train
+from moexp.base.errors import MoexpError
+from moexp.learn.core import loop
+from moexp.learn.core.loop import Metrics, Schedule, batch_rows, train
 
 
 class Problem:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from moexp.packing import pack_checkpoint
+from moexp.runtime.store.pack_writer import pack_checkpoint
 from moexp.target.experts import read_header
 from moexp.target.tiny import build_tiny_target
 
@@ -23,12 +23,12 @@ EXPERTS = re.compile(r"\.mlp\.(shared_)?experts\.")
 DECODE = """
 import resource, sys
 from pathlib import Path
-import moexp.runtime.decode, moexp.target.load
-from moexp.runtime.decode import decode_all
-from moexp.runtime.forward import Engine
-from moexp.runtime.method import Method
-from moexp.runtime.store import open_store
-from moexp.runtime.verify import Sampling
+import moexp.runtime.decoding.chain, moexp.target.load
+from moexp.runtime.decoding.chain import decode_all
+from moexp.runtime.engine.engine import Engine
+from moexp.runtime.decoding.method import Method
+from moexp.runtime.store.store import open_store
+from moexp.runtime.verifiers.chain import Sampling
 from moexp.target.load import load_target
 import torch, transformers.models.glm4_moe.modeling_glm4_moe
 

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import DynamicCache
 
-from moexp.errors import MoexpError
-from moexp.target.draft_head import HeadCache
+from moexp.base.errors import MoexpError
+from moexp.target.heads.head import HeadCache
+from moexp.target.heads.mtp_files import HEADER, WEIGHTS, is_dense, load_mtp_head, load_mtp_layer, save_mtp_head
+from moexp.target.heads.mtp_head import MtpHead, new_mtp_head, start_from_target
 from moexp.target.load import load_target
-from moexp.target.mtp_files import HEADER, WEIGHTS, is_dense, load_mtp_head, load_mtp_layer, save_mtp_head
-from moexp.target.mtp_head import MtpHead, new_mtp_head, start_from_target
 from tests.heads import deepseek_with_mtp, write_mtp
 from tests.tiny_models import tiny_folder, whole_model
 

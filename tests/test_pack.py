@@ -15,17 +15,18 @@ import torch
 from gguf import quants
 from typer.testing import CliRunner
 
-from moexp import cli, packing
-from moexp.errors import MoexpError
-from moexp.packing import pack_checkpoint
-from moexp.runtime.decode import LogitsDigest, decode_all
-from moexp.runtime.dequantize import dequantize_into
-from moexp.runtime.forward import AR, Engine
-from moexp.runtime.host import load_experts
-from moexp.runtime.method import Method
-from moexp.runtime.pacing import Pacer
-from moexp.runtime.store import open_store
-from moexp.runtime.verify import Sampling
+from moexp.base.errors import MoexpError
+from moexp.cli import main as cli
+from moexp.runtime.decoding.chain import LogitsDigest, decode_all
+from moexp.runtime.decoding.method import Method
+from moexp.runtime.engine.engine import AR, Engine
+from moexp.runtime.store import pack_writer as packing
+from moexp.runtime.store.dequantize import dequantize_into
+from moexp.runtime.store.host import load_experts
+from moexp.runtime.store.pacing import Pacer
+from moexp.runtime.store.pack_writer import pack_checkpoint
+from moexp.runtime.store.store import open_store
+from moexp.runtime.verifiers.chain import Sampling
 from moexp.target.experts import CodedLocation, ExpertIndex, ExpertLocation, ExpertWeights
 from moexp.target.load import checkpoint_fingerprint, drafters_identity, load_target, target_identity
 from moexp.target.pack_format import ALIGN, MANIFEST, QUANTS, PackedIndex, read_index, stored_bytes

@@ -6,7 +6,7 @@ from statistics import mean
 import pytest
 
 from moexp import metrics
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
 from moexp.papers import PAPERS, load_paper
 
 DS, ML = "DeepSeek-V2-Lite", "Moonlight-16B-A3B"

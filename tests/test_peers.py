@@ -13,11 +13,11 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, quants
 
-from benchmarks import peers
-from benchmarks.peers_engines import ENGINES, answer, forget
-from benchmarks.peers_gguf import expert_ranges, write_gguf
-from moexp.errors import MoexpError
-from moexp.runtime.host import load_experts
+from moexp.base.errors import MoexpError
+from moexp.bench.peers import run as peers
+from moexp.bench.peers.engines import ENGINES, answer, forget
+from moexp.bench.peers.gguf import expert_ranges, write_gguf
+from moexp.runtime.store.host import load_experts
 from moexp.target.load import load_target
 from tests.tiny_models import tiny_folder, whole_model
 

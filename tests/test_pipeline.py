@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from moexp import artifacts, cli, stages
-from moexp.errors import MoexpError
-from moexp.learn import train_draft
-from moexp.learn.trace_files import read_trace
-from moexp.recipe import Recipe, load_recipe
+from moexp.base.errors import MoexpError
+from moexp.cli import main as cli
+from moexp.config import locations
+from moexp.config.recipe import Recipe, load_recipe
+from moexp.data.traces import read_trace
+from moexp.learn.draft_expert import train as train_draft
+from moexp.runtime.opening import method_of
 from moexp.target.draft_expert import HEADER, WEIGHTS
+from moexp.target.opening import find_target
 
 pytestmark = pytest.mark.e2e
 
@@ -102,7 +105,7 @@ def test_train_draft_expert_prints_each_drafters_figures(home: Path):
     assert all(len(line) <= 80 for line in shown.splitlines()[:-1])
     rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines()[3:7]}
     assert set(rows) == {"top-1", "top-2", "top-3", "draft-expert"} and all(len(row) == 5 for row in rows.values())
-    header = json.loads((artifacts.draft_folder(RECIPE) / HEADER).read_text())
+    header = json.loads((locations.draft_folder(RECIPE) / HEADER).read_text())
     assert header["provenance"]["seed"] == 0 and header["metrics"]["draft-expert"]["tokens"] > 0
 
 
@@ -125,19 +128,19 @@ def test_eval_passes_and_writes_its_results(home: Path, tmp_path: Path):
 
 
 def test_eval_without_draft_experts_says_so_and_a_failed_gate_is_exit_code_1(home: Path, tmp_path: Path, monkeypatch):
-    shutil.rmtree(artifacts.draft_folder(RECIPE))
+    shutil.rmtree(locations.draft_folder(RECIPE))
     small = ("eval.dtypes=[float32]", "eval.prompts=1", "eval.max_new_tokens=6")
     shown = done("eval", "--out", str(tmp_path / "mine"), changes=small)
     assert "draft experts are not trained: left out" in shown and "draft-expert K4" not in shown
     assert (tmp_path / "mine" / "eval.csv").exists() and not (tmp_path / "results").exists()
 
-    plain = artifacts.method_of
-    from moexp.runtime import decode
-    from moexp.runtime.verify import Verdict
+    plain = method_of
+    from moexp.runtime.decoding import chain as decode
+    from moexp.runtime.verifiers.chain import Verdict
 
     monkeypatch.setattr(decode, "verify_greedy", lambda draft, target: Verdict(len(draft), target[-1]))
     result = moexp_("eval", changes=small)
-    assert result.exit_code == 1 and "FAILED: " in result.stdout and plain is artifacts.method_of
+    assert result.exit_code == 1 and "FAILED: " in result.stdout and plain is method_of
 
 
 def test_generate_answers_and_compares_with_ar(home: Path):
@@ -166,7 +169,7 @@ def test_an_unknown_key_is_refused_by_every_stage(stage: str):
 
 
 def test_draft_experts_of_another_target_are_refused(home: Path):
-    header = artifacts.draft_folder(RECIPE) / HEADER
+    header = locations.draft_folder(RECIPE) / HEADER
     header.write_text(json.dumps(json.loads(header.read_text()) | {"target": "f" * 64}))
     for arguments in (("generate", "Hello"), ("eval",)):
         assert "draft experts of target ffffffffffff, but the target is" in refused(*arguments)
@@ -179,14 +182,14 @@ def test_another_recipe_never_finds_these_artifacts(home: Path):
 
 
 def test_a_truncated_shard_of_the_target_is_named(home: Path):
-    shard = artifacts.find_target(RECIPE) / "model.safetensors"
+    shard = find_target(RECIPE) / "model.safetensors"
     shard.write_bytes(shard.read_bytes()[:-100])
     for arguments in (("generate", "Hello"), ("eval",)):
         assert "shard model.safetensors has" in refused(*arguments)
 
 
 def test_a_truncated_shard_of_the_trace_is_refused_by_readers_and_traced_again(home: Path):
-    folder = stages.trace_folder(RECIPE)
+    folder = locations.trace_folder(RECIPE)
     shard = folder / "shard-00001.parquet"
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-9])
@@ -198,10 +201,10 @@ def test_a_truncated_shard_of_the_trace_is_refused_by_readers_and_traced_again(h
 
 @pytest.mark.parametrize("stage", ["warm_up", "distill"])
 def test_training_stopped_by_ctrl_c_resumes_to_the_very_same_weights(home: Path, monkeypatch, stage: str):
-    weights = artifacts.draft_folder(RECIPE) / WEIGHTS
+    weights = locations.draft_folder(RECIPE) / WEIGHTS
     whole = weights.read_bytes()
     shutil.rmtree(weights.parent)
-    shutil.rmtree(stages.draft_work(RECIPE))
+    shutil.rmtree(locations.draft_work(RECIPE))
     running = getattr(train_draft, stage)
 
     def interrupted(*args: Any, on_step: Any, **kwargs: Any) -> None:
@@ -215,14 +218,14 @@ def test_training_stopped_by_ctrl_c_resumes_to_the_very_same_weights(home: Path,
         patch.setattr(train_draft, stage, interrupted)
         result = moexp_("train-draft-expert")
     assert result.exit_code == 130 and "To resume, run again: moexp" in result.stderr
-    assert not weights.exists() and list(stages.draft_work(RECIPE).glob("state/*/state.safetensors"))
+    assert not weights.exists() and list(locations.draft_work(RECIPE).glob("state/*/state.safetensors"))
     done("train-draft-expert")
     assert weights.read_bytes() == whole
-    assert not (stages.draft_work(RECIPE) / "state").exists()
+    assert not (locations.draft_work(RECIPE) / "state").exists()
 
 
 def test_a_full_disk_ends_training_in_one_line_and_loses_nothing(home: Path, monkeypatch):
-    weights = artifacts.draft_folder(RECIPE) / WEIGHTS
+    weights = locations.draft_folder(RECIPE) / WEIGHTS
     whole = weights.read_bytes()
     shutil.rmtree(weights.parent)
 
@@ -242,7 +245,7 @@ def test_a_full_disk_ends_training_in_one_line_and_loses_nothing(home: Path, mon
 
 @pytest.fixture
 def no_tables(monkeypatch) -> list[Any]:
-    from moexp.bench import tables as bench_tables
+    from moexp.bench import papers as bench_tables
 
     asked: list[Any] = []
 
@@ -293,7 +296,7 @@ def test_reproduce_simulates_what_was_recorded(home: Path, no_tables: list[Any],
         calls.append(options)
         return [Path("simulated.md")]
 
-    monkeypatch.setattr("moexp.sim.command.run_simulate", simulated)
+    monkeypatch.setattr("moexp.cli.simulation.run_simulate", simulated)
     small = ("eval.dtypes=[float32]", "eval.prompts=1", "eval.max_new_tokens=6", "bench.tables=[2, 3]")
     shown = done("reproduce", changes=small)
     platforms = [{"platform": name} for name in ("cg", "mn", "this-machine")]
@@ -312,8 +315,8 @@ def test_reproduce_fails_where_the_audit_finds_our_results_at_odds(home: Path, n
 
 
 def test_reproduce_makes_no_tables_of_methods_that_are_not_exact(home: Path, no_tables: list[Any], monkeypatch):
-    from moexp import evaluate
-    from moexp.exactness import Gate, Mismatch, Outcome
+    from moexp.bench import gate as evaluate
+    from moexp.bench.exactness import Gate, Mismatch, Outcome
 
     bad = Outcome("float32", "disk", "plain", "m", apart=[Mismatch("p", 0, 1.0)])
     monkeypatch.setattr(evaluate, "run_gate", lambda recipe, tokens: Gate((bad,), {"float32": True}, 0.01))

@@ -16,16 +16,17 @@ from huggingface_hub import constants
 from safetensors import safe_open
 from typer.testing import CliRunner
 
-from moexp import cli, metrics
-from moexp.artifacts import opened_engine
-from moexp.errors import MoexpError
+from moexp import metrics
+from moexp.base.errors import MoexpError
+from moexp.cli import main as cli
+from moexp.config.recipe import Recipe, load_recipe
 from moexp.papers import load_paper
 from moexp.plan import run_plan
 from moexp.plan.memory import decoding_parts, disk_parts, draft_params, kept_experts, sizes_of, training_bytes
 from moexp.plan.shape import folder_shape, shape_of
 from moexp.plan.speed import Speed, speeds_of
 from moexp.plan.text import amount, duration
-from moexp.recipe import Recipe, load_recipe
+from moexp.runtime.opening import opened_engine
 from moexp.sim.geometry import GEOMETRIES, find_geometry
 from moexp.sim.platform import load_platform, machine_file
 from moexp.target.draft_expert import DraftExperts
@@ -69,9 +70,8 @@ def test_every_recipe_of_a_checkpoint_has_a_plan_of_80_columns(name: str):
 
 
 def test_a_plan_fetches_nothing_and_imports_no_torch():
-    script = (
-        "import sys; from moexp.cli import app; app(['plan'], standalone_mode=False); print('torch' in sys.modules)"
-    )
+    run = "import sys; from moexp.cli.main import app; app(['plan'], standalone_mode=False)"
+    script = f"{run}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=REPO, check=True)
     assert done.stdout.splitlines()[-1] == "False"
 

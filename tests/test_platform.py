@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from moexp import artifacts, cli
+from moexp.base.errors import MoexpError
+from moexp.base.yamlio import dump_yaml, read_yaml
 from moexp.bench.platforms import cg_ratio, mn_ratio
-from moexp.errors import MoexpError
+from moexp.cli import main as cli
+from moexp.config import locations
+from moexp.config.recipe import list_recipes, load_recipe
 from moexp.papers import load_paper
-from moexp.recipe import list_recipes, load_recipe
-from moexp.runtime.recording_file import RoutingGeometry
+from moexp.runtime.recording.files import RoutingGeometry
 from moexp.sim.adapt import load_simulated
 from moexp.sim.formula import evaluate, names_in
 from moexp.sim.geometry import GEOMETRIES, PRECISIONS, Geometry, find_geometry
@@ -26,7 +28,6 @@ from moexp.sim.platform import THIS_MACHINE, SimPlatform, find_platform, list_pl
 from moexp.sim.simulate import simulate
 from moexp.sim.walk import Cycle, key_table, routed_step
 from moexp.target.spec import MoESpec
-from moexp.yamlio import dump_yaml, read_yaml
 
 SHIPPED = {"8xh200", "cg", "mn"}
 LOADED = [(info.name, model) for info in list_platforms() for model in info.models]
@@ -386,10 +387,10 @@ def moexp_(*arguments: str) -> Any:
 @pytest.fixture
 def built(moexp_home: Path) -> Path:
     """$MOEXP_HOME with the tiny target."""
-    from moexp.learn.build import build_target
+    from moexp.learn.target.build import build_target
 
     recipe = load_recipe("tiny")
-    build_target(recipe, artifacts.target_folder(recipe), cache=Path("unused"), provenance={})
+    build_target(recipe, locations.target_folder(recipe), cache=Path("unused"), provenance={})
     return moexp_home
 
 
@@ -436,7 +437,7 @@ def test_calibrate_keeps_the_file_it_has_on_a_full_disk(built: Path, small: None
 
 
 def test_calibrate_says_where_o_direct_is_refused(built: Path, tmp_path: Path, monkeypatch):
-    from moexp.runtime import dio
+    from moexp.runtime.store import direct_io as dio
     from moexp.sim.calibrate import calibrate
 
     monkeypatch.setattr(dio, "_open_direct", lambda path, flags: None)

@@ -17,11 +17,17 @@ import torch
 from transformers import AutoModel, Qwen3Config
 from typer.testing import CliRunner
 
-from moexp import artifacts, cli
-from moexp.errors import MoexpError
-from moexp.learn import predictor as training
-from moexp.learn.loop import Schedule
-from moexp.learn.predictor import (
+from moexp.base.errors import MoexpError
+from moexp.cli import main as cli
+from moexp.config import locations
+from moexp.config.recipe import load_recipe
+from moexp.data.traces import TraceGeometry, TraceManifest, TraceShard, read_trace, write_shard
+from moexp.learn.core.loop import Schedule
+from moexp.learn.predictor import train as training
+from moexp.learn.predictor.baselines import CONTEXT_FREE, PREVIOUS_TOKEN, baseline_hits
+from moexp.learn.predictor.data import RoutingRows, batch_of, read_rows, rows_of, split_rows
+from moexp.learn.predictor.start import RIDGE, SCALES
+from moexp.learn.predictor.train import (
     LEVELS,
     PREDICTOR,
     Lesson,
@@ -34,23 +40,15 @@ from moexp.learn.predictor import (
     routing_loss,
     start,
 )
-from moexp.learn.predictor_backbone import (
-    fit_projection,
-    open_backbone,
-    pretrained_backbone,
-    small_backbone,
-)
-from moexp.learn.predictor_baselines import CONTEXT_FREE, PREVIOUS_TOKEN, baseline_hits
-from moexp.learn.predictor_data import RoutingRows, batch_of, read_rows, rows_of, split_rows
-from moexp.learn.predictor_files import WEIGHTS, load_predictor, read_header, target_embedding, write_predictor
-from moexp.learn.predictor_model import CHUNK, PredictorSession, RoutingPredictor, top_experts
-from moexp.learn.predictor_start import RIDGE, SCALES
-from moexp.learn.trace_files import TraceGeometry, TraceManifest, TraceShard, read_trace, write_shard
-from moexp.recipe import load_recipe
-from moexp.runtime.forward import AR
-from moexp.runtime.predictors import LearnedPredictor, NoPredictor, OraclePredictor, Recording, blocks_of
-from moexp.runtime.tree import DraftTree
+from moexp.runtime.drafters.tree import DraftTree
+from moexp.runtime.engine.engine import AR
+from moexp.runtime.opening import open_predictor
+from moexp.runtime.predictors.backbone import fit_projection, open_backbone, pretrained_backbone, small_backbone
+from moexp.runtime.predictors.files import WEIGHTS, load_predictor, read_header, target_embedding, write_predictor
+from moexp.runtime.predictors.model import CHUNK, PredictorSession, RoutingPredictor, top_experts
+from moexp.runtime.predictors.routing import LearnedPredictor, NoPredictor, OraclePredictor, Recording, blocks_of
 from moexp.target.load import load_target
+from moexp.target.opening import open_target
 from tests.engines import make_engine, prompt
 from tests.tiny_models import dense_folder, tiny_folder, whole_model
 from tests.trees import build
@@ -606,7 +604,7 @@ def test_train_predictor_from_the_command_line(tmp_path: Path, moexp_home: Path,
     lines = result.stdout.splitlines()
     assert all(len(line) <= 80 for line in lines[:5])
     table = {line.split("  ")[0]: line.split() for line in lines}
-    header = read_header(artifacts.predictor_folder(recipe))
+    header = read_header(locations.predictor_folder(recipe))
     overlaps = header["metrics"]["overlap"]
     for name in (PREDICTOR, CONTEXT_FREE, PREVIOUS_TOKEN):
         assert float(table[name][1]) == pytest.approx(overlaps[name], abs=5e-4)
@@ -618,15 +616,15 @@ def test_train_predictor_from_the_command_line(tmp_path: Path, moexp_home: Path,
     assert float(rows[3][4]) == pytest.approx(overlaps[PREDICTOR], abs=1e-6) and rows[3][1] == "all"
     assert "| all" in (results / "predictor.md").read_text()
     assert json.loads((results / "predictor.json").read_text()) == header
-    weights = artifacts.predictor_folder(recipe) / WEIGHTS
+    weights = locations.predictor_folder(recipe) / WEIGHTS
     before = weights.read_bytes()
     assert "trained already" in moexp_("train-predictor").stdout
     shutil.rmtree(weights.parent)
     assert moexp_("train-predictor").exit_code == 0 and weights.read_bytes() == before
     assert not list(moexp_home.glob("predictors/*.work"))
 
-    target = artifacts.open_target(recipe)
-    model = artifacts.open_predictor(recipe, target)
+    target = open_target(recipe)
+    model = open_predictor(recipe, target)
     predictor = LearnedPredictor(PredictorSession(model))
     predictor.begin([5, 6], 4)
     routing = predictor.predict(DraftTree.chain(6, [7], [-1.0]))
@@ -635,10 +633,10 @@ def test_train_predictor_from_the_command_line(tmp_path: Path, moexp_home: Path,
     refused = moexp_("train-predictor")
     assert refused.exit_code == 2 and "a predictor of another target is there" in refused.stderr
     with pytest.raises(MoexpError, match="a predictor of target ffffffffffff"):
-        artifacts.open_predictor(recipe, target)
+        open_predictor(recipe, target)
     shutil.rmtree(weights.parent)
     with pytest.raises(MoexpError, match="run: moexp train-predictor --recipe tiny"):
-        artifacts.open_predictor(recipe, target)
+        open_predictor(recipe, target)
 
 
 def test_training_is_on_the_targets_own_embedding(tmp_path: Path):

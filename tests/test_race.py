@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moexp import cli
+from moexp.base.errors import MoexpError
 from moexp.bench.race import check_recipes, digest_of, find_place, parts_of, run_race
-from moexp.errors import MoexpError
-from moexp.recipe import Recipe, load_method, load_recipe, recipe_folders
-from moexp.rundir import home
+from moexp.cli import main as cli
+from moexp.config.locations import home
+from moexp.config.recipe import Recipe, load_method, load_recipe, recipe_folders
 
 pytestmark = pytest.mark.e2e
 

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from moexp import cli, ranks
-from moexp.artifacts import draft_folder, head_folder, predictor_folder
-from moexp.recipe import load_recipe
-from moexp.stages import draft_work, trace_folder
+from moexp.base import ranks
+from moexp.cli import main as cli
+from moexp.config.locations import draft_folder, draft_work, head_folder, predictor_folder, trace_folder
+from moexp.config.recipe import load_recipe
 
 REPO = Path(__file__).parents[1]
 ERRORS = "errors.txt"
@@ -47,9 +47,9 @@ def test_a_single_process_gets_back_what_it_gave():
 
 TOGETHER = """
 import sys, torch
-from moexp import ranks
-from moexp.errors import MoexpError
-from moexp.learn.loop import Schedule, own_rows, train
+from moexp.base import ranks
+from moexp.base.errors import MoexpError
+from moexp.learn.core.loop import Schedule, own_rows, train
 
 def trained():
     torch.manual_seed(ranks.rank())  # replicas that start apart are made equal; on_main starts as rank 0 does

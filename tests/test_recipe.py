@@ -10,11 +10,11 @@ import yaml
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import moexp.recipe
-from moexp.benchmarks import BENCHMARKS
-from moexp.errors import MoexpError
-from moexp.recipe import Recipe, find_recipe, list_recipes, load_recipe, nearest_key, valid_keys
-from moexp.yamlio import dump_yaml, parse_yaml
+import moexp.config.recipe
+from moexp.base.errors import MoexpError
+from moexp.base.yamlio import dump_yaml, parse_yaml
+from moexp.config.recipe import Recipe, find_recipe, list_recipes, load_recipe, nearest_key, valid_keys
+from moexp.data.public_sets import BENCHMARKS
 
 HUB = [
     "deepseek-v3.1", "ds-v2-lite", "gpt-oss-120b", "gpt-oss-20b", "mixtral-8x7b", "moonlight-16b-a3b", "olmoe-1b-7b",
@@ -51,7 +51,7 @@ def test_the_resolved_yaml_of_a_recipe_loads_as_the_same_recipe(name: str, tmp_p
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_workloads_of_a_shipped_recipe_are_embedded_or_benchmarks(name: str):
-    folder = Path(moexp.__file__).parent / "workloads"
+    folder = Path(moexp.__file__).parent / "data" / "workloads"
     known = {file.stem for file in folder.glob("*.jsonl")} | (set(BENCHMARKS) if name in ON_BENCHMARKS else set())
     assert set(load_recipe(name).bench.workloads) <= known
 
@@ -239,7 +239,7 @@ def test_a_digest_depends_on_its_sections_alone():
 
 
 def test_a_digest_is_the_same_in_another_process():
-    script = "from moexp.recipe import load_recipe; print(load_recipe('pocket').digest('target', 'draft'))"
+    script = "from moexp.config.recipe import load_recipe; print(load_recipe('pocket').digest('target', 'draft'))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == load_recipe("pocket").digest("target", "draft")
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
 from moexp.records import RecordWriter, RequestRecord, StepRecord, TrainRecord, read_records
 
 STEP = StepRecord(

@@ -13,13 +13,16 @@ from typing import Any
 
 import pytest
 
-from moexp.bench.draftexpert_data import AR, FIXED, FULL, LOSSES, TRUNCATED, load_run
-from moexp.bench.draftexpert_tables import TABLES, build_tables
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
+from moexp.config.recipe import load_recipe
 from moexp.metrics import Interval
-from moexp.recipe import load_recipe
 from moexp.records import RequestRecord, StepRecord
-from moexp.report import Row, Table, View, load_measured, put, rebuild, text, text_of, to_csv, to_markdown, write_table
+from moexp.tables.core.run import load_measured
+from moexp.tables.core.table import Row, Table, View, put, text, text_of, to_csv, to_markdown, write_table
+from moexp.tables.draftexpert.data import load_run
+from moexp.tables.draftexpert.labels import AR, FIXED, FULL, LOSSES, TRUNCATED
+from moexp.tables.draftexpert.tables import TABLES, build_tables
+from moexp.tables.write import rebuild
 
 PROVENANCE = {
     "command": "moexp bench --recipe pocket",
@@ -292,7 +295,7 @@ def test_report_without_a_run_says_what_to_run(tmp_path: Path):
 
 def test_report_imports_no_torch():
     script = (
-        "import sys, moexp.report, moexp.bench.draftexpert_tables, moexp.bench.ecospec_tables; "
+        "import sys, moexp.tables.core.table, moexp.tables.draftexpert.tables, moexp.tables.ecospec.tables; "
         "sys.exit(sorted(m for m in ('torch', 'transformers') if m in sys.modules) != [])"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent.parent).returncode == 0

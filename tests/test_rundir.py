@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from moexp import atomic
-from moexp.errors import MoexpError
-from moexp.provenance import collect_provenance, git_state, versions
-from moexp.recipe import load_recipe
-from moexp.rundir import RunDir, artifact_path, home
+from moexp.base import atomic
+from moexp.base.errors import MoexpError
+from moexp.base.provenance import collect_provenance, git_state, versions
+from moexp.config.locations import artifact_path, home
+from moexp.config.recipe import load_recipe
+from moexp.config.run_folder import RunDir
 
 REPO = Path(__file__).parent.parent
 
@@ -80,9 +81,9 @@ def test_the_lock_of_a_killed_run_is_free_and_its_leftovers_go(tmp_path: Path):
     script = f"""
 import os, signal
 from pathlib import Path
-from moexp.recipe import load_recipe
-from moexp.rundir import RunDir
-from moexp import atomic
+from moexp.config.recipe import load_recipe
+from moexp.config.run_folder import RunDir
+from moexp.base import atomic
 with RunDir(Path({str(tmp_path)!r}), load_recipe("tiny")) as run:
     run.mark_done("first", "d", {{"kept": True}})
     os.replace = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
@@ -160,12 +161,14 @@ def test_a_commit_of_somebody_elses_repository_is_not_ours(tmp_path: Path):
 
 
 def test_a_missing_package_has_no_version(monkeypatch):
-    monkeypatch.setattr("moexp.provenance._PACKAGES", ("no-such-package",))
+    monkeypatch.setattr("moexp.base.provenance._PACKAGES", ("no-such-package",))
     assert versions()["no-such-package"] is None
 
 
 def test_provenance_is_plain_json_and_imports_no_torch():
     assert json.loads(json.dumps(collect_provenance(0, []))) is not None
-    script = "import sys, moexp.rundir, moexp.metrics, moexp.papers, moexp.cli; print('torch' in sys.modules)"
+    script = (
+        "import sys, moexp.config.run_folder, moexp.metrics, moexp.papers, moexp.cli.app; print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=REPO)
     assert done.stdout.strip() == "False"

@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks import scale
-from benchmarks.scale_checkpoint import V2_LITE, checkpoint_bytes, write_checkpoint
-from moexp.errors import MoexpError
-from moexp.runtime.forward import AR, Engine
-from moexp.runtime.store import open_store
+from moexp.base.errors import MoexpError
+from moexp.bench.scale import run as scale
+from moexp.bench.scale.checkpoint import V2_LITE, checkpoint_bytes, write_checkpoint
+from moexp.runtime.engine.engine import AR, Engine
+from moexp.runtime.store.store import open_store
 from moexp.target.experts import ExpertIndex
 from moexp.target.load import load_target
 
@@ -68,7 +68,7 @@ def test_a_tiny_one_is_decoded_and_reported(tmp_path: Path, capsys):
     assert scale.main([*arguments, "--tokens", "6"]) == 0
     assert not (tmp_path / "scale").exists()
     text = capsys.readouterr().out
-    assert "Peak memory" in text and "python -m benchmarks.scale" in text
+    assert "Peak memory" in text and "python -m moexp.bench.scale.run" in text
     found = scale.run(tmp_path / "scale", tmp_path / "again", geometry=scale.TINY, tokens=6, threads=1, keep=True)
     assert json.loads((tmp_path / "scale" / "config.json").read_text())["model_type"] == "deepseek_v2"
     check(found, tmp_path / "again")

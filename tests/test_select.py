@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moexp.errors import MoexpError
-from moexp.runtime.select import POLICIES, Truncation
+from moexp.base.errors import MoexpError
+from moexp.runtime.selectors.chain import POLICIES, Truncation
 
 STEPS = st.lists(
     st.tuples(st.floats(0, 1), st.sets(st.integers(0, 30), min_size=1, max_size=10)), min_size=1, max_size=8

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moexp.errors import MoexpError
-from moexp.runtime.cache import POLICIES, make_policy
+from moexp.base.errors import MoexpError
+from moexp.runtime.store.policies import POLICIES, make_policy
 from moexp.sim.cold import ColdMachine, open_machine
 from moexp.sim.link import Flight, LinkModel, VirtualLink
 from moexp.sim.machine import Machine
@@ -192,7 +192,7 @@ def test_a_resident_machine_only_computes():
 
 def test_the_simulator_needs_no_torch():
     """Sweeps start many processes. What measures a machine does import it."""
-    code = "import sys, importlib, moexp.sim.command\n"
+    code = "import sys, importlib, moexp.cli.simulation\n"
     names = ["platform", "study", "sweep", "validate", "traces", "cold"]
     code += f"for name in {names}: importlib.import_module('moexp.sim.' + name)\n"
     code += "sys.exit('torch' in sys.modules)"

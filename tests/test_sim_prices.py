@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 
-from moexp.artifacts import opened_store
 from moexp.bench.measure import recording_info
 from moexp.bench.probing import RunProbe
 from moexp.bench.runner import Job, PromptEngine, begin_run, run_methods
+from moexp.config.sections import PaceSection, StoreSection
 from moexp.records import ProbeRecord, RequestRecord, StepRecord, read_records
-from moexp.report import PROBES, REQUESTS, STEPS
-from moexp.runtime.method import Method
-from moexp.runtime.recording import Recorder
-from moexp.runtime.recording_file import read_recording
-from moexp.runtime.verify import Sampling
-from moexp.schema import PaceSection, StoreSection
+from moexp.runtime.decoding.method import Method
+from moexp.runtime.opening import opened_store
+from moexp.runtime.recording.files import read_recording
+from moexp.runtime.recording.recorder import Recorder
+from moexp.runtime.verifiers.chain import Sampling
 from moexp.sim.costs import ComputeCosts
 from moexp.sim.link import LinkModel
 from moexp.sim.machine import MachineModel
 from moexp.sim.prices import AR_STEP, BURST, DRAFT_MORE, DRAFT_ONE, STEP_KINDS, VERIFY_STEP, Prices
 from moexp.sim.replay import compare, replay
 from moexp.sim.validate import priced, prices_of, spans_of
+from moexp.tables.core.run import PROBES, REQUESTS, STEPS
 from moexp.target.load import Target, load_target
 from tests.engines import StandInDrafts
 

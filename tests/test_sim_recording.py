@@ -14,19 +14,19 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from moexp.artifacts import opened_store
+from moexp.base.errors import MoexpError
 from moexp.bench.measure import recording_info
 from moexp.bench.runner import Job, PromptEngine, begin_run, run_methods
-from moexp.errors import MoexpError
+from moexp.config.sections import PaceSection, StoreSection
 from moexp.records import StepRecord, read_records
-from moexp.runtime.cache import make_policy
-from moexp.runtime.dio import FileSource
-from moexp.runtime.method import Method
-from moexp.runtime.recording import PARTS, WARMUP, Recorder
-from moexp.runtime.recording_file import ROUTING, Recording, read_recording
-from moexp.runtime.store import SlotStore
-from moexp.runtime.verify import Sampling
-from moexp.schema import PaceSection, StoreSection
+from moexp.runtime.decoding.method import Method
+from moexp.runtime.opening import opened_store
+from moexp.runtime.recording.files import ROUTING, Recording, read_recording
+from moexp.runtime.recording.recorder import PARTS, WARMUP, Recorder
+from moexp.runtime.store.direct_io import FileSource
+from moexp.runtime.store.policies import make_policy
+from moexp.runtime.store.store import SlotStore
+from moexp.runtime.verifiers.chain import Sampling
 from moexp.sim.blocks import Setting, fixed_methods, recorded_blocks
 from moexp.sim.costs import ComputeCosts
 from moexp.sim.link import LinkModel

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moexp.runtime.cache import POLICIES, make_policy
+from moexp.runtime.store.policies import POLICIES, make_policy
 from moexp.sim.costs import ComputeCosts
 from moexp.sim.link import Flight, LinkModel, VirtualLink
 from moexp.sim.machine import MachineModel

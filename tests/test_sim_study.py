@@ -17,18 +17,16 @@ import pyarrow.parquet as pq
 import pytest
 from typer.testing import CliRunner
 
-from moexp import cli
-from moexp.artifacts import traced_demands
-from moexp.bench.draftexpert_tables import build_tables
-from moexp.errors import MoexpError
-from moexp.learn.trace_files import TraceGeometry, TraceManifest, TraceShard, expert_demands, read_trace, write_shard
+from moexp.base.errors import MoexpError
+from moexp.cli import main as cli
+from moexp.config.recipe import list_recipes
+from moexp.config.sections import DecodeSection
+from moexp.data.traces import TraceGeometry, TraceManifest, TraceShard, expert_demands, read_trace, write_shard
 from moexp.metrics import expected_acceptance
-from moexp.recipe import list_recipes
 from moexp.records import RecordWriter, RequestRecord, StepRecord
-from moexp.report import to_csv
-from moexp.runtime.recording import Recorder
-from moexp.runtime.recording_file import RecordedPass, RecordingInfo, RoutingGeometry
-from moexp.schema import DecodeSection
+from moexp.runtime.opening import traced_demands
+from moexp.runtime.recording.files import RecordedPass, RecordingInfo, RoutingGeometry
+from moexp.runtime.recording.recorder import Recorder
 from moexp.sim.adapt import Simulated, on_platform
 from moexp.sim.blocks import Setting
 from moexp.sim.costs import ComputeCosts
@@ -42,6 +40,8 @@ from moexp.sim.study import study, write_study
 from moexp.sim.sweep_file import load_sweep, parts_of
 from moexp.sim.traces import traced_blocks
 from moexp.sim.validate import COLUMNS, machine_of, resident_fit, validate
+from moexp.tables.core.table import to_csv
+from moexp.tables.draftexpert.tables import build_tables
 
 pytestmark = pytest.mark.e2e
 
@@ -184,7 +184,7 @@ def test_a_fit_finds_the_costs_that_made_the_times(run: Path):
 
 
 def replayed(run: Path, method: str, costs: ComputeCosts) -> list[Any]:
-    from moexp.runtime.recording_file import read_recording
+    from moexp.runtime.recording.files import read_recording
 
     model = MachineModel(LinkModel(1e6), costs, 1000, resident=True)
     rounded = replay(read_recording(run / "resident"), model)
@@ -219,7 +219,7 @@ def test_validation_says_how_far_off_it_is(run: Path, tmp_path: Path):
 
 
 def test_the_machine_of_a_run_knows_nothing_of_its_times(run: Path):
-    from moexp.runtime.recording_file import read_recording
+    from moexp.runtime.recording.files import read_recording
 
     recording, fit = read_recording(run / "local-disk"), resident_fit(run / "resident")
     model = machine_of(recording, fit, {"bandwidth_bytes_s": [2e6], "compute_s": 0.022})
@@ -353,7 +353,7 @@ def test_a_wrong_sweep_is_explained(tmp_path: Path, text, message):
 
 
 def test_shipped_sweeps_can_be_read_and_are_no_recipes():
-    files = sorted((Path(cli.__file__).parent.parent / "recipes" / "sweeps").glob("*.yaml"))
+    files = sorted((Path(cli.__file__).parents[2] / "recipes" / "sweeps").glob("*.yaml"))
     assert files
     for file in files:
         sweep = load_sweep(file)
@@ -382,7 +382,7 @@ def test_a_killed_sweep_goes_on(run: Path, tmp_path: Path, workers):
     script = tmp_path / "slow_sweep.py"
     script.write_text(code)
     out = tmp_path / "out" / "grid.parquet"
-    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parent.parent)}
+    environment = os.environ | {"PYTHONPATH": str(Path(cli.__file__).parents[2])}
     child = subprocess.Popen([sys.executable, str(script), str(path), str(out)], env=environment)
     parts = out.with_name("grid.parquet.parts")
     deadline = time.monotonic() + 120

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
 from moexp.target.families import FAMILIES
 from moexp.target.load import checkpoint_fingerprint, load_target
 from moexp.target.spec import MoESpec

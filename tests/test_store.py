@@ -15,15 +15,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moexp.errors import MoexpError
-from moexp.runtime import dio
-from moexp.runtime.cache import POLICIES, make_policy
-from moexp.runtime.counters import PHASES, Phase
-from moexp.runtime.dio import FileSource, probe_bandwidth
-from moexp.runtime.pacing import Pacer
-from moexp.runtime.slots import PAGE, Slots
-from moexp.runtime.store import STORE_KINDS, SlotStore, open_store
-from moexp.runtime.transfer import Plan, Transfer, TransferPool
+from moexp.base.errors import MoexpError
+from moexp.runtime.store import direct_io as dio
+from moexp.runtime.store.counters import PHASES, Phase
+from moexp.runtime.store.direct_io import FileSource, probe_bandwidth
+from moexp.runtime.store.pacing import Pacer
+from moexp.runtime.store.policies import POLICIES, make_policy
+from moexp.runtime.store.slots import PAGE, Slots
+from moexp.runtime.store.store import STORE_KINDS, SlotStore, open_store
+from moexp.runtime.store.transfer import Plan, Transfer, TransferPool
 from moexp.target.experts import ExpertIndex
 from tests.expert_files import APART, expected, expert_tensors, save_in_order, save_shards
 

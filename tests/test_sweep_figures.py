@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moexp.bench.sweep_figures import best_rows, draw_sweep, paying
-from moexp.errors import MoexpError
-from moexp.recipe import load_recipe
-from moexp.sim.command import run_simulate
+from moexp.base.errors import MoexpError
+from moexp.cli.simulation import run_simulate
+from moexp.config.recipe import load_recipe
 from moexp.sim.sweep import SCHEMA
 from moexp.sim.sweep_file import find_sweep, load_sweep, parts_of
+from moexp.tables.sweep_figures import best_rows, draw_sweep, paying
 
 BANDWIDTHS = (1.0, 4.0, 16.0)
 

@@ -11,7 +11,7 @@ import regex
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
 from moexp.target.load import load_target
 from moexp.target.tiny import build_tiny_target, byte_tokenizer
 from moexp.target.tokenizer import KIMI_PATTERN, KIMI_RESERVED, load_tokenizer, read_ranks

@@ -12,23 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moexp.errors import MoexpError
-from moexp.learn import trace
-from moexp.learn.routing_stats import expert_load, union_growth
-from moexp.learn.trace import by_gate, limited, shards_of, trace_routing
-from moexp.learn.trace_files import (
-    MANIFEST,
-    TraceGeometry,
-    TraceManifest,
-    TraceShard,
-    read_manifest,
-    read_trace,
-    write_shard,
-)
+from moexp.base.errors import MoexpError
+from moexp.config.recipe import Recipe, load_recipe
+from moexp.data.traces import MANIFEST, TraceGeometry, TraceManifest, TraceShard, read_manifest, read_trace, write_shard
+from moexp.learn.trace import trace
+from moexp.learn.trace.statistics import expert_load, union_growth
+from moexp.learn.trace.trace import by_gate, limited, shards_of, trace_routing
 from moexp.metrics import uniform_union
-from moexp.recipe import Recipe, load_recipe
-from moexp.runtime.forward import AR, Engine
-from moexp.runtime.store import open_store
+from moexp.runtime.engine.engine import AR, Engine
+from moexp.runtime.store.store import open_store
 from moexp.target.load import load_target, target_identity
 from tests.tiny_models import tiny_folder
 
@@ -319,7 +311,7 @@ def test_a_full_disk_leaves_a_trace_to_resume(target: Path, text: str, tmp_path:
 
     def full(folder: Path, number: int, *args: Any) -> Any:
         if number == 1:
-            monkeypatch.setattr("moexp.atomic.os.write", no_space)
+            monkeypatch.setattr("moexp.base.atomic.os.write", no_space)
         return plain(folder, number, *args)
 
     def no_space(*args: object) -> int:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moexp import cli
-from moexp.artifacts import head_folder, with_head
-from moexp.recipe import load_recipe
+from moexp.cli import main as cli
+from moexp.config.locations import head_folder, with_head
+from moexp.config.recipe import load_recipe
 
 pytestmark = pytest.mark.e2e
 

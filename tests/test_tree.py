@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moexp.errors import MoexpError
-from moexp.runtime.tree import DraftTree, TreeBuilder, TreeShape
+from moexp.base.errors import MoexpError
+from moexp.runtime.drafters.tree import DraftTree, TreeBuilder, TreeShape
 from tests.trees import build, plane_trees, random_tree, renumbered, trees
 
 SEEDS = st.integers(0, 2**32 - 1)

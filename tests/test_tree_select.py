@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
 from moexp.papers import load_paper
-from moexp.runtime.select import Truncation
-from moexp.runtime.tree import DraftTree
-from moexp.runtime.tree_select import (
+from moexp.runtime.drafters.tree import DraftTree
+from moexp.runtime.selectors.chain import Truncation
+from moexp.runtime.selectors.tree import (
     SELECTORS,
     ChainTruncation,
     Confidence,
@@ -269,7 +269,7 @@ def test_the_cheapest_choice_is_the_cheapest_of_all_that_are_prefix_closed(tree,
 def test_the_search_for_the_cheapest_choice_ends_where_it_must(monkeypatch):
     rng = np.random.default_rng(0)
     tree, experts_NLW = random_tree(40, rng), random_sets(40, rng)
-    monkeypatch.setattr("moexp.runtime.tree_select.Cheapest.steps", 50)
+    monkeypatch.setattr("moexp.runtime.selectors.tree.Cheapest.steps", 50)
     nodes = select(make_selector("cheapest", SelectorOptions()), tree, 8, experts_NLW).nodes
     assert len(nodes) == 8 and tree.is_prefix_closed(nodes)
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moexp.runtime.attention import branches_of
-from moexp.runtime.forward import AR, VERIFY
+from moexp.runtime.engine.attention import branches_of
+from moexp.runtime.engine.engine import AR, VERIFY
 from moexp.target.families import FAMILIES
 from tests.engines import make_engine, prompt
 

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moexp.runtime.tree import DraftTree
-from moexp.runtime.tree_verify import TreeVerdict, verify_tree, verify_tree_greedy, verify_tree_sampled
-from moexp.runtime.verify import Sampler, Sampling, Verdict, probabilities, verify_greedy, verify_sampled
+from moexp.runtime.drafters.tree import DraftTree
+from moexp.runtime.verifiers.chain import Sampler, Sampling, Verdict, probabilities, verify_greedy, verify_sampled
+from moexp.runtime.verifiers.tree import TreeVerdict, verify_tree, verify_tree_greedy, verify_tree_sampled
 from tests.branches import Branches
 from tests.trees import build, plane_trees, renumbered, trees
 

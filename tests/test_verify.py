@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from moexp.errors import MoexpError
-from moexp.runtime.verify import (
+from moexp.base.errors import MoexpError
+from moexp.runtime.verifiers.chain import (
     Sampler,
     Sampling,
     Verdict,

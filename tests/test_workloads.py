@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moexp.data import (
+from moexp.base.errors import MoexpError
+from moexp.data.prompts import (
     WORKLOADS,
     OverlapGuard,
     Prompt,
@@ -22,12 +23,11 @@ from moexp.data import (
     training_prompts,
     word_runs,
 )
-from moexp.errors import MoexpError
-from moexp.templates import TOKEN, Template, Templates
+from moexp.data.templates import TOKEN, Template, Templates
 
 
 def workload_file(name: str) -> str:
-    return (resources.files("moexp") / "workloads" / name).read_text(encoding="utf-8")
+    return (resources.files("moexp.data") / "workloads" / name).read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

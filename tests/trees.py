@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from hypothesis import strategies as st
 
-from moexp.runtime.tree import DraftTree
+from moexp.runtime.drafters.tree import DraftTree
 
 
 def build(parents: list[int], log_probs: list[float], tokens: list[int] | None = None) -> DraftTree:

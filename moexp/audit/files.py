@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from moexp.audit.lines import Input, Line, derive, farthest
-from moexp.errors import MoexpError
-from moexp.report import PAPER
+from moexp.base.errors import MoexpError
+from moexp.tables.core.tags import PAPER
 
 
 @dataclass(frozen=True)

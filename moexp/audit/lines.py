@@ -12,7 +12,7 @@ from itertools import product
 from math import floor, log10
 from typing import Any, Literal
 
-from moexp.report import PAPER
+from moexp.tables.core.tags import PAPER
 
 Relation = Literal["=", "<=", ">="]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from moexp.atomic import write_text
 from moexp.audit.lines import Line, number
-from moexp.report import Row, View, to_csv, view_text
+from moexp.base.atomic import write_text
+from moexp.tables.core.table import Row, View, to_csv, view_text
 
 COLUMNS = (
     "id", "paper", "tag", "what", "formula", "inputs", "implied", "implied_lo", "implied_hi", "reported",

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from moexp.artifacts import draft_folder, method_of, opened_store, sampling_of
-from moexp.bench.draftexpert_data import LOSSES
+from moexp.base.progress import note_of, stage
+from moexp.base.provenance import collect_provenance
 from moexp.bench.measure import keep_provenance
 from moexp.bench.runner import (
     PromptEngine,
@@ -25,14 +25,14 @@ from moexp.bench.runner import (
     run_settings,
     select_prompts,
 )
-from moexp.learn.distill import distill
-from moexp.learn.draft_path import DraftPath
-from moexp.learn.train_draft import Bench, fit, measure, open_bench, settings_of
-from moexp.progress import note_of, stage
-from moexp.provenance import collect_provenance
-from moexp.recipe import Recipe
-from moexp.rundir import artifact_path
-from moexp.schema import DraftSection, StoreSection
+from moexp.config.locations import artifact_path, draft_folder
+from moexp.config.recipe import Recipe
+from moexp.config.sections import DraftSection, StoreSection
+from moexp.learn.draft_expert.distill import distill
+from moexp.learn.draft_expert.path import DraftPath
+from moexp.learn.draft_expert.train import Bench, fit, measure, open_bench, settings_of
+from moexp.runtime.opening import method_of, opened_store, sampling_of
+from moexp.tables.draftexpert.labels import LOSSES
 from moexp.target.draft_expert import HEADER, DraftExperts, load_draft_experts, read_header, save_draft_experts
 from moexp.target.load import Target, target_identity
 

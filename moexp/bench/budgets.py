@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moexp.artifacts import opened_store
 from moexp.bench.measure import keep_provenance, kept_probe, recording_info, sample_link, weights_hash
 from moexp.bench.platforms import find_platform
 from moexp.bench.runner import Job, PromptEngine, begin_run, run_methods, run_settings
-from moexp.runtime.recording import Recorder
-from moexp.runtime.verify import Sampling
-from moexp.schema import StoreSection
+from moexp.config.sections import StoreSection
+from moexp.runtime.opening import opened_store
+from moexp.runtime.recording.recorder import Recorder
+from moexp.runtime.verifiers.chain import Sampling
 
 if TYPE_CHECKING:
-    from moexp.runtime.method import Method
+    from moexp.runtime.decoding.method import Method
     from moexp.target.draft_expert import DraftExperts
     from moexp.target.load import Target
 

@@ -6,34 +6,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moexp import atomic
-from moexp.artifacts import (
-    draft_folder,
-    open_draft_experts,
-    open_target,
-    sampling_of,
-    traced_demands,
-)
+from moexp.base import atomic
+from moexp.base.compute import prepare
 from moexp.bench.budgets import DISK, Budget, all_budgets, measure_budgets
 from moexp.bench.draftexpert import methods_of, run_platform
 from moexp.bench.platforms import Platform
-from moexp.bench.plot import BLUE, GREEN, ORANGE, PURPLE, Look, Plot, number, run_source, write_plot
 from moexp.bench.runner import make_jobs, select_prompts
-from moexp.compute import prepare
+from moexp.config.locations import draft_folder, run_folder
+from moexp.config.run_folder import RunDir
 from moexp.metrics import Ratio
-from moexp.report import PROBE, Cell, Row, View, read_json, run_folder, text, to_csv, view_text
-from moexp.rundir import RunDir
-from moexp.runtime.cache import STATIC_HOT
-from moexp.runtime.recording_file import ROUTING, read_recording
+from moexp.runtime.opening import sampling_of, traced_demands
+from moexp.runtime.recording.files import ROUTING, read_recording
+from moexp.runtime.store.policies import STATIC_HOT
 from moexp.sim.fit import Fit
 from moexp.sim.replay import Comparison, compare, replay
 from moexp.sim.validate import RESIDENT, complete_steps, machine_of, resident_fit
+from moexp.tables.core.plot import BLUE, GREEN, ORANGE, PURPLE, Look, Plot, number, run_source, write_plot
+from moexp.tables.core.run import PROBE, read_json
+from moexp.tables.core.table import Cell, Row, View, text, to_csv, view_text
 from moexp.target.load import target_identity
+from moexp.target.opening import open_draft_experts, open_target
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from moexp.recipe import Recipe
+    from moexp.config.recipe import Recipe
     from moexp.target.experts import ExpertKey
 
 FOLDER = "cache-budgets"

@@ -11,9 +11,18 @@ import gc
 from collections.abc import Collection
 from pathlib import Path
 
-from moexp import atomic
-from moexp.artifacts import draft_folder, find_target, method_of, open_draft_experts, open_target, sampling_of
-from moexp.bench.draftexpert_data import (
+from moexp.base import atomic
+from moexp.base.compute import prepare
+from moexp.bench.measure import measure_on
+from moexp.bench.platforms import Platform, find_platform
+from moexp.bench.runner import make_jobs, select_prompts, tuning_prompts
+from moexp.config.locations import draft_folder
+from moexp.config.recipe import Recipe
+from moexp.config.run_folder import RunDir
+from moexp.config.sections import DecodeSection
+from moexp.runtime.decoding.method import Method
+from moexp.runtime.opening import method_of, sampling_of
+from moexp.tables.draftexpert.labels import (
     ABLATION,
     AR,
     DRAFT_METRICS,
@@ -26,16 +35,9 @@ from moexp.bench.draftexpert_data import (
     TOP_R,
     TRUNCATED,
 )
-from moexp.bench.measure import measure_on
-from moexp.bench.platforms import Platform, find_platform
-from moexp.bench.runner import make_jobs, select_prompts, tuning_prompts
-from moexp.compute import prepare
-from moexp.recipe import Recipe
-from moexp.rundir import RunDir
-from moexp.runtime.method import Method
-from moexp.schema import DecodeSection
 from moexp.target.draft_expert import DraftExperts, read_header
 from moexp.target.load import Target, target_identity
+from moexp.target.opening import find_target, open_draft_experts, open_target
 from moexp.target.weights import weight_sizes
 
 TIMED, COUNTED, TRAINED = (2, 3, 4), (3,), (5,)  # tables that need the platforms, the resident run, the ablation

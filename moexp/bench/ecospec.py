@@ -12,20 +12,24 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
-from moexp import atomic
-from moexp.artifacts import (
-    draft_folder,
-    find_target,
-    head_folder,
-    learned_predictor,
-    open_draft_experts,
-    open_draft_head,
-    open_target,
-    opened_store,
-    predictor_folder,
-    with_head,
-)
-from moexp.bench.ecospec_data import (
+from moexp.base import atomic
+from moexp.base.compute import prepare
+from moexp.base.errors import MoexpError
+from moexp.bench.measure import measure_on
+from moexp.bench.platforms import IN_MEMORY, Platform, find_platform
+from moexp.bench.runner import PromptEngine, kept_tokens, make_jobs, select_prompts, tuning_prompts
+from moexp.bench.turns import SLICE_S
+from moexp.config.locations import draft_folder, head_folder, predictor_folder, with_head
+from moexp.config.recipe import Recipe
+from moexp.config.run_folder import RunDir
+from moexp.config.sections import StoreSection
+from moexp.runtime.decoding.method import HEAD, Method, TreePlan
+from moexp.runtime.drafters.tree import TreeShape
+from moexp.runtime.opening import learned_predictor, opened_store
+from moexp.runtime.predictors.routing import ExpertPredictor, OraclePredictor
+from moexp.runtime.store.store import ExpertStore, ResidentStore
+from moexp.runtime.verifiers.chain import Sampling
+from moexp.tables.ecospec.data import (
     AR,
     BATCH,
     CHEAPEST,
@@ -41,21 +45,8 @@ from moexp.bench.ecospec_data import (
     method_name,
     parts_of,
 )
-from moexp.bench.measure import measure_on
-from moexp.bench.platforms import IN_MEMORY, Platform, find_platform
-from moexp.bench.runner import PromptEngine, kept_tokens, make_jobs, select_prompts, tuning_prompts
-from moexp.bench.turns import SLICE_S
-from moexp.compute import prepare
-from moexp.errors import MoexpError
-from moexp.recipe import Recipe
-from moexp.rundir import RunDir
-from moexp.runtime.method import HEAD, Method, TreePlan
-from moexp.runtime.predictors import ExpertPredictor, OraclePredictor
-from moexp.runtime.store import ExpertStore, ResidentStore
-from moexp.runtime.tree import TreeShape
-from moexp.runtime.verify import Sampling
-from moexp.schema import StoreSection
 from moexp.target.load import Target, target_identity
+from moexp.target.opening import find_target, open_draft_experts, open_draft_head, open_target
 
 HEADS = {"eagle3": "EAGLE-3", "mtp": "MTP", "gto": "GTO"}
 ON_DISK = "local-disk"

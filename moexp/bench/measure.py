@@ -10,8 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from moexp import atomic
-from moexp.artifacts import opened_store
+from moexp.base import atomic
+from moexp.base.progress import stage
+from moexp.base.provenance import collect_provenance
 from moexp.bench.platforms import Platform, probe, sample_bandwidth, store_section
 from moexp.bench.probing import RunProbe
 from moexp.bench.runner import (
@@ -26,16 +27,15 @@ from moexp.bench.runner import (
     run_settings,
 )
 from moexp.bench.turns import SLICE_S
-from moexp.progress import stage
-from moexp.provenance import collect_provenance
+from moexp.config.sections import StoreSection
 from moexp.records import RequestRecord
-from moexp.report import PROBE, PROVENANCE, invocations, read_json
-from moexp.runtime.method import Method
-from moexp.runtime.recording import Recorder
-from moexp.runtime.recording_file import RecordingInfo, RoutingGeometry
-from moexp.runtime.store import ExpertStore
-from moexp.runtime.verify import Sampling
-from moexp.schema import StoreSection
+from moexp.runtime.decoding.method import Method
+from moexp.runtime.opening import opened_store
+from moexp.runtime.recording.files import RecordingInfo, RoutingGeometry
+from moexp.runtime.recording.recorder import Recorder
+from moexp.runtime.store.store import ExpertStore
+from moexp.runtime.verifiers.chain import Sampling
+from moexp.tables.core.run import PROBE, PROVENANCE, invocations, read_json
 from moexp.target.draft_expert import WEIGHTS, DraftExperts
 from moexp.target.load import Target
 

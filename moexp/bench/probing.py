@@ -15,11 +15,11 @@ from functools import partial
 from pathlib import Path
 
 from moexp.records import ProbeRecord, RecordWriter
-from moexp.report import PROBES
-from moexp.runtime.forward import AR, VERIFY, StepPath
-from moexp.runtime.store import ExpertStore
+from moexp.runtime.engine.engine import AR, VERIFY, StepPath
+from moexp.runtime.store.store import ExpertStore
 from moexp.sim.prices import AR_STEP, BURST, DRAFT_MORE, DRAFT_ONE, VERIFY_STEP
 from moexp.sim.stopwatch import TimedEngine
+from moexp.tables.core.run import PROBES
 from moexp.target.draft_expert import DraftExperts
 from moexp.target.load import Target
 

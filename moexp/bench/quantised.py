@@ -17,8 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moexp import atomic, metrics
-from moexp.artifacts import draft_folder, find_target, method_of, open_draft_experts, opened_store, sampling_of
+from moexp import metrics
+from moexp.base import atomic
+from moexp.base.compute import prepare
+from moexp.base.progress import stage
 from moexp.bench.measure import keep_provenance, kept_probe, sample_link
 from moexp.bench.platforms import Platform, find_platform, store_section
 from moexp.bench.runner import (
@@ -31,29 +33,21 @@ from moexp.bench.runner import (
     run_settings,
     select_prompts,
 )
-from moexp.compute import prepare
-from moexp.learn.corpus_files import corpus_rows
-from moexp.packing import pack_checkpoint, pack_folder
-from moexp.progress import stage
-from moexp.recipe import Recipe
-from moexp.report import (
-    Measured,
-    Row,
-    View,
-    load_measured,
-    provenance_text,
-    put,
-    text,
-    text_of,
-    to_csv,
-    view_text,
-)
-from moexp.rundir import RunDir, artifact_path
-from moexp.runtime.forward import VERIFY, Engine
-from moexp.runtime.method import Method
-from moexp.schema import StoreSection
+from moexp.config.locations import artifact_path, draft_folder
+from moexp.config.recipe import Recipe
+from moexp.config.run_folder import RunDir
+from moexp.config.sections import StoreSection
+from moexp.learn.corpus.files import corpus_rows
+from moexp.runtime.decoding.method import Method
+from moexp.runtime.engine.engine import VERIFY, Engine
+from moexp.runtime.opening import method_of, opened_store, sampling_of
+from moexp.runtime.store.pack_writer import pack_checkpoint, pack_folder
+from moexp.tables.core.provenance import provenance_text
+from moexp.tables.core.run import Measured, load_measured
+from moexp.tables.core.table import Row, View, put, text, text_of, to_csv, view_text
 from moexp.target.draft_expert import HEADER
 from moexp.target.load import Target, load_target
+from moexp.target.opening import find_target, open_draft_experts
 
 STORED = "stored"
 PRECISIONS = (STORED, "q8_0", "q4_0")

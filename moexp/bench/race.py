@@ -11,30 +11,21 @@ import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moexp.artifacts import (
-    draft_folder,
-    find_target,
-    head_folder,
-    method_of,
-    open_draft_experts,
-    open_draft_head,
-    open_target,
-    predictor_folder,
-    predictors_of,
-    sampling_of,
-)
+from moexp.base.compute import prepare
+from moexp.base.errors import MoexpError
 from moexp.bench.measure import measure_on
 from moexp.bench.platforms import IN_MEMORY, Platform, find_platform
-from moexp.bench.race_table import AR, race_rows, write_race
 from moexp.bench.runner import PromptEngine, make_jobs, select_prompts, tuning_prompts
-from moexp.compute import prepare
-from moexp.errors import MoexpError
-from moexp.recipe import Recipe
-from moexp.report import load_measured
-from moexp.rundir import RunDir, artifact_path
-from moexp.runtime.method import HEAD, LEARNED, Method
-from moexp.runtime.store import ExpertStore
+from moexp.config.locations import artifact_path, draft_folder, head_folder, predictor_folder
+from moexp.config.recipe import Recipe
+from moexp.config.run_folder import RunDir
+from moexp.runtime.decoding.method import HEAD, LEARNED, Method
+from moexp.runtime.opening import method_of, predictors_of, sampling_of
+from moexp.runtime.store.store import ExpertStore
+from moexp.tables.core.run import load_measured
+from moexp.tables.race import AR, race_rows, write_race
 from moexp.target.load import Target
+from moexp.target.opening import find_target, open_draft_experts, open_draft_head, open_target
 
 FOLDER = "races"
 

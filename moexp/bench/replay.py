@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from moexp.bench.runner import Job
-from moexp.runtime.decode import decode
-from moexp.runtime.forward import Engine
-from moexp.runtime.method import Method
-from moexp.runtime.recording import PassLog
-from moexp.runtime.select import Truncation
-from moexp.runtime.verify import Sampling
+from moexp.runtime.decoding.chain import decode
+from moexp.runtime.decoding.method import Method
+from moexp.runtime.engine.engine import Engine
+from moexp.runtime.recording.recorder import PassLog
+from moexp.runtime.selectors.chain import Truncation
+from moexp.runtime.verifiers.chain import Sampling
 
 
 @dataclass(frozen=True)

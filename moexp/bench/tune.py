@@ -15,38 +15,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moexp import atomic, metrics
-from moexp.artifacts import draft_folder, find_target, method_of, open_draft_experts, open_target, opened_store
+from moexp import metrics
+from moexp.base import atomic
+from moexp.base.compute import prepare
+from moexp.base.errors import MoexpError
+from moexp.base.progress import stage
 from moexp.bench.measure import measure_on, weights_hash
 from moexp.bench.platforms import Platform, find_platform, probe, sample_bandwidth
 from moexp.bench.replay import Setting, estimate, record_cycles
 from moexp.bench.runner import Job, PromptEngine, make_jobs, tuning_prompts
-from moexp.compute import prepare
-from moexp.errors import MoexpError
+from moexp.config.locations import artifact_path, draft_folder
+from moexp.config.recipe import Recipe
+from moexp.config.run_folder import RunDir
+from moexp.config.sections import StoreSection
 from moexp.metrics import Ratio
-from moexp.progress import stage
-from moexp.recipe import Recipe
-from moexp.report import (
-    MEASURED,
-    SIMULATED,
-    Arm,
-    Row,
-    View,
-    invocations,
-    load_measured,
-    provenance_text,
-    put,
-    text,
-    text_of,
-    to_csv,
-    view_text,
-)
-from moexp.rundir import RunDir, artifact_path
-from moexp.runtime.method import Method
-from moexp.runtime.verify import Sampling
-from moexp.schema import StoreSection
+from moexp.runtime.decoding.method import Method
+from moexp.runtime.opening import method_of, opened_store
+from moexp.runtime.verifiers.chain import Sampling
+from moexp.tables.core.provenance import provenance_text
+from moexp.tables.core.run import Arm, invocations, load_measured
+from moexp.tables.core.table import Row, View, put, text, text_of, to_csv, view_text
+from moexp.tables.core.tags import MEASURED, SIMULATED
 from moexp.target.draft_expert import DraftExperts
 from moexp.target.load import Target
+from moexp.target.opening import find_target, open_draft_experts, open_target
 
 SHORTLIST = 6
 ROUNDS = 3

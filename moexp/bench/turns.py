@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from moexp.records import RequestRecord, StepRecord
-from moexp.runtime.counters import StoreCounters
-from moexp.runtime.decode import decode
-from moexp.runtime.forward import Engine, Lane
-from moexp.runtime.method import Method
-from moexp.runtime.recording import PassLog
-from moexp.runtime.recording_file import RecordedPass
-from moexp.runtime.verify import Sampling
+from moexp.runtime.decoding.chain import decode
+from moexp.runtime.decoding.method import Method
+from moexp.runtime.engine.engine import Engine, Lane
+from moexp.runtime.recording.files import RecordedPass
+from moexp.runtime.recording.recorder import PassLog
+from moexp.runtime.store.counters import StoreCounters
+from moexp.runtime.verifiers.chain import Sampling
 
 SLICE_S = 1.0
 

@@ -7,8 +7,8 @@ from functools import cache
 from importlib.resources import as_file, files
 from typing import Any
 
-from moexp.errors import MoexpError
-from moexp.yamlio import read_yaml
+from moexp.base.errors import MoexpError
+from moexp.base.yamlio import read_yaml
 
 PAPERS = ("draftexpert", "ecospec")
 

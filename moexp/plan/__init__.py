@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from moexp.recipe import Recipe
+    from moexp.config.recipe import Recipe
 
 
 def run_plan(recipe: Recipe, platform: str | None = None) -> str:

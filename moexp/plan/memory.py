@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from moexp.config.recipe import Recipe
 from moexp.plan.shape import Shape
-from moexp.recipe import Recipe
 
 Place = Literal["disk", "host", "GPU"]
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moexp import artifacts
-from moexp.errors import MoexpError
-from moexp.recipe import Recipe
+from moexp.base.errors import MoexpError
+from moexp.config.recipe import Recipe
 from moexp.sim.geometry import GEOMETRIES, Geometry, grouped_attention, latent_attention
+from moexp.target.opening import find_target
 
 _PRECISIONS = {"bfloat16": "bf16", "float16": "bf16", "float32": "fp32"}  # by bytes
 _QUANTISED = {"fp8": ("fp8", "fp8"), "mxfp4": ("mxfp4", "bf16")}  # of experts, of everything else
@@ -44,7 +44,7 @@ def shape_of(recipe: Recipe) -> Shape:
     target = recipe.target
     path = target.path or ""
     if target.kind != "hub" or Path(path).expanduser().is_dir() or path.startswith(("/", ".", "~")):
-        return folder_shape(artifacts.find_target(recipe, padded=True), recipe.name)
+        return folder_shape(find_target(recipe, padded=True), recipe.name)
     place = f"{path} at {target.revision or 'main'}"
     for geometry in GEOMETRIES.values():
         if path in geometry.hub_ids:

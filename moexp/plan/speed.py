@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from moexp import metrics
 from moexp.audit import draftexpert, ecospec
 from moexp.audit.lines import Line, only
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
 from moexp.papers import load_paper
-from moexp.report import PAPER
 from moexp.sim.geometry import GEOMETRIES, Geometry
 from moexp.sim.platform import SimPlatform, list_platforms, load_platform, machine_file
+from moexp.tables.core.tags import PAPER
 
 ESTIMATED = "estimated"
 DEFAULT = "cg"  # where no platform lists the model

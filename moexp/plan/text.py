@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from moexp.config.recipe import Recipe
 from moexp.plan.memory import (
     DRAFT_EXPERT,
     KV_TOKENS,
@@ -21,7 +22,6 @@ from moexp.plan.memory import (
 )
 from moexp.plan.shape import Shape
 from moexp.plan.speed import Rate, Speed
-from moexp.recipe import Recipe
 
 WIDTH = 80
 _NAME, _VALUE = 27, 9

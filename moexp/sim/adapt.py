@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moexp.errors import MoexpError
-from moexp.runtime.recording_file import RoutingGeometry
+from moexp.base.errors import MoexpError
+from moexp.runtime.recording.files import RoutingGeometry
 from moexp.sim.costs import ComputeCosts
 from moexp.sim.link import LinkModel
 from moexp.sim.machine import MachineModel

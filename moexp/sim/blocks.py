@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moexp.errors import MoexpError
-from moexp.runtime.recording_file import RecordedCycle, Recording, RoutingGeometry
-from moexp.runtime.select import Truncation
+from moexp.base.errors import MoexpError
+from moexp.runtime.recording.files import RecordedCycle, Recording, RoutingGeometry
+from moexp.runtime.selectors.chain import Truncation
 from moexp.sim.walk import Announcement, Cycle, Step, Table, announcement, key_table, routed_step
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Setting:
-    """How a block is drafted and verified; the names are those of `moexp.runtime.method.Method`."""
+    """How a block is drafted and verified; the names are those of `moexp.runtime.decoding.method.Method`."""
 
     max_draft: int = 4
     policy: str = "fixed"

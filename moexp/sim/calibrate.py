@@ -11,17 +11,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from moexp import artifacts
-from moexp.atomic import write_text
-from moexp.compute import prepare
-from moexp.errors import MoexpError
-from moexp.progress import stage
-from moexp.provenance import collect_provenance
-from moexp.recipe import Recipe
-from moexp.runtime.decode import decode_all
-from moexp.runtime.method import Method
-from moexp.runtime.store import READ_SPLITS
-from moexp.runtime.verify import Sampling
+from moexp.base.atomic import write_text
+from moexp.base.compute import prepare
+from moexp.base.errors import MoexpError
+from moexp.base.progress import stage
+from moexp.base.provenance import collect_provenance
+from moexp.config.recipe import Recipe
+from moexp.runtime.decoding.chain import decode_all
+from moexp.runtime.decoding.method import Method
+from moexp.runtime.store.store import READ_SPLITS
+from moexp.runtime.verifiers.chain import Sampling
 from moexp.sim.geometry import Geometry
 from moexp.sim.hardware import ComputeSection, LinkSection, PrecisionSection, SlotsSection
 from moexp.sim.platform import THIS_MACHINE, SimPlatform, load_platform, machine_file
@@ -29,6 +28,7 @@ from moexp.sim.probes import ROUNDS, SAMPLE_BYTES, DiskRates, copy_gb_s, probe_d
 from moexp.sim.stopwatch import WARM_UP, ComputeTimes, StepTimes, TimedEngine, resident_store, time_steps
 from moexp.target.draft_expert import DraftExperts
 from moexp.target.load import Target
+from moexp.target.opening import open_target
 
 REPEATS = 20
 PROMPT = 64  # tokens before the steps that are timed
@@ -60,7 +60,7 @@ def calibrate(
     """
     path = _file(out)
     threads = prepare(recipe.threads)
-    target = artifacts.open_target(recipe, padded=True)
+    target = open_target(recipe, padded=True)
     geometry = geometry_of(target, recipe.name)
     with stage("Disk", rounds + 1) as advance:
         expert = target.index.expert_bytes

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from moexp.runtime.cache import CachePolicy
-from moexp.runtime.counters import StoreCounters
+from moexp.runtime.store.counters import StoreCounters
+from moexp.runtime.store.policies import CachePolicy
 from moexp.sim.costs import StepCosts
 from moexp.sim.link import Flight, VirtualLink
 from moexp.sim.machine import CycleTimes, Machine, MachineModel, time_cycles

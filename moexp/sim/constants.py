@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
+from moexp.config.recipe import nearest_key
 from moexp.papers import Paper, load_paper
-from moexp.recipe import nearest_key
 from moexp.sim.formula import evaluate, names_in
 from moexp.sim.geometry import GEOMETRIES
 

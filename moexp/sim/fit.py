@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
 from moexp.records import StepRecord
 from moexp.sim.costs import ComputeCosts
 from moexp.sim.link import LinkModel

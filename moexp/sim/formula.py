@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
 
 _BINARY: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
 from moexp.sim.traffic import TrafficModel
 
 if TYPE_CHECKING:

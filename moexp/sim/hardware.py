@@ -13,7 +13,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from moexp.schema.base import NonNegativeFloat, Positive, PositiveFloat, Section, Share
+from moexp.config.section import NonNegativeFloat, Positive, PositiveFloat, Section, Share
 from moexp.sim.geometry import PRECISIONS
 
 NATIVE = "native"  # a precision: the checkpoint's own

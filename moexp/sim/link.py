@@ -1,4 +1,4 @@
-"""The link under a virtual clock, by the rules of `moexp.runtime.transfer.TransferPool`: an expert is one transfer.
+"""The link under a virtual clock, by `moexp.runtime.store.transfer`: an expert is one transfer.
 
 Urgent transfers go first, in the order they came; then queued prefetches, those of the lowest layer first, at most
 `background` of them at once. What has begun is never put off. Promoted transfers join the urgent ones, cancelled ones
@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moexp.errors import MoexpError
-from moexp.runtime.pacing import Pacer
+from moexp.base.errors import MoexpError
+from moexp.runtime.store.pacing import Pacer
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class LinkModel:
     Shared link: behind its latency, each transfer under way gets min(alone, bandwidth / transfers that are) at every
     moment. Those that begin together therefore land together, as reads of a disk do, and not one after the other.
 
-    Serial link (`serial`): `moexp.runtime.pacing.Pacer`'s rule, which emulated platforms follow.
+    Serial link (`serial`): `moexp.runtime.store.pacing.Pacer`'s rule, which emulated platforms follow.
 
     Attributes:
         bandwidth_bytes_s: of all transfers together.

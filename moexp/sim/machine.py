@@ -1,4 +1,4 @@
-"""A virtual machine that decodes: it walks steps through the layers in the order of `moexp.runtime.moe.MoELayer`.
+"""A virtual machine that decodes: it walks steps through the layers in the order of `MoELayer`.
 
 Of each layer: attention and router, the demand, the prefetch of what is beyond it, the resident compute, then the
 experts, those in memory first and the others as they arrive; then the release.
@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from moexp.runtime.cache import CachePolicy
-from moexp.runtime.counters import StoreCounters
+from moexp.runtime.store.counters import StoreCounters
+from moexp.runtime.store.policies import CachePolicy
 from moexp.sim.costs import ComputeCosts, StepCosts
 from moexp.sim.link import LinkModel
 from moexp.sim.store import VirtualStore

@@ -18,14 +18,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, model_validator
 
-from moexp.errors import MoexpError
-from moexp.recipe import find_named, nearest_key, recipe_folders
-from moexp.rundir import home
-from moexp.schema.base import Section
+from moexp.base.errors import MoexpError
+from moexp.base.yamlio import dump_yaml, read_yaml
+from moexp.config.locations import home
+from moexp.config.recipe import find_named, nearest_key, recipe_folders
+from moexp.config.section import Section
 from moexp.sim.constants import Resolver
 from moexp.sim.geometry import PRECISIONS, UNQUANTISED, Geometry, find_geometry
 from moexp.sim.hardware import NATIVE, ComputeSection, LinkSection, PrecisionSection, SlotsSection
-from moexp.yamlio import dump_yaml, read_yaml
 
 THIS_MACHINE = "this-machine"
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moexp.runtime.dio import open_file, probe_bandwidth, read_into
-from moexp.runtime.slots import PAGE
+from moexp.runtime.store.direct_io import open_file, probe_bandwidth, read_into
+from moexp.runtime.store.slots import PAGE
 
 SMALL_READS = 64
 SAMPLE_BYTES = 64 << 20

@@ -16,8 +16,8 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from moexp.records import StepRecord
-from moexp.runtime.counters import StoreCounters
-from moexp.runtime.recording_file import RecordedCycle, Recording
+from moexp.runtime.recording.files import RecordedCycle, Recording
+from moexp.runtime.store.counters import StoreCounters
 from moexp.sim.cold import open_machine
 from moexp.sim.machine import CycleTimes, MachineModel
 from moexp.sim.simulate import cache_policy, no_collection

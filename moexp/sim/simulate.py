@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
 from moexp.metrics import Ratio
-from moexp.runtime.cache import POLICIES, CachePolicy, make_policy
-from moexp.runtime.counters import StoreCounters
+from moexp.runtime.store.counters import StoreCounters
+from moexp.runtime.store.policies import POLICIES, CachePolicy, make_policy
 from moexp.sim.belady import Belady, demand_order
 from moexp.sim.cold import open_machine
 from moexp.sim.machine import MachineModel

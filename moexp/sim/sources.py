@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moexp.errors import MoexpError
-from moexp.learn.trace_files import MANIFEST, read_trace
-from moexp.runtime.recording_file import RoutingGeometry, find_recording, read_recording
+from moexp.base.errors import MoexpError
+from moexp.data.traces import MANIFEST, read_trace
+from moexp.runtime.recording.files import RoutingGeometry, find_recording, read_recording
 from moexp.sim.blocks import Blocks, fixed_methods, recorded_blocks
 from moexp.sim.traces import traced_blocks
 

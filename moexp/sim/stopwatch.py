@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from moexp.runtime.forward import AR, VERIFY, Engine, StepPath
-from moexp.runtime.store import ExpertStore, ResidentStore, open_store
+from moexp.runtime.engine.engine import AR, VERIFY, Engine, StepPath
+from moexp.runtime.store.store import ExpertStore, ResidentStore, open_store
 from moexp.target.experts import ExpertWeights
 from moexp.target.load import Target
 

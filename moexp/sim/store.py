@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from moexp.runtime.cache import CachePolicy
-from moexp.runtime.counters import Phase, StoreCounters
-from moexp.runtime.residency import Entry, Residency
+from moexp.runtime.store.counters import Phase, StoreCounters
+from moexp.runtime.store.policies import CachePolicy
+from moexp.runtime.store.residency import Entry, Residency
 from moexp.sim.link import Flight, LinkModel, VirtualLink
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Ticket:
 
 
 class VirtualStore:
-    """`moexp.runtime.store.SlotStore` under a virtual clock: every call says when it is made (seconds, never earlier
+    """`SlotStore` under a virtual clock: every call says when it is made (seconds, never earlier
     than the call before), and landings are noticed in the very calls in which the real store notices them.
 
     Args:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from moexp import atomic
-from moexp.report import SIMULATED, Row, View, text, to_csv, view_text
-from moexp.schema import DecodeSection
+from moexp.base import atomic
+from moexp.config.sections import DecodeSection
 from moexp.sim.adapt import Simulated
 from moexp.sim.blocks import Blocks, Setting
 from moexp.sim.simulate import BELADY, Outcome, simulate
 from moexp.sim.sources import Routing
+from moexp.tables.core.table import Row, View, text, to_csv, view_text
+from moexp.tables.core.tags import SIMULATED
 
 COLUMNS = [
     "platform", "model", "source", "drafter", "method", "cache", "capacity", "max_draft", "policy", "tau", "budget",

@@ -23,14 +23,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from moexp import atomic
-from moexp.progress import stage
-from moexp.report import Row
+from moexp.base import atomic
+from moexp.base.progress import stage
 from moexp.sim.adapt import Simulated, load_simulated
 from moexp.sim.blocks import Blocks
 from moexp.sim.sources import Routing, open_source
 from moexp.sim.study import COLUMNS, outcome, row_of
 from moexp.sim.sweep_file import Part, SweepSection, parts_of
+from moexp.tables.core.table import Row
 
 FORMAT = "moexp-sweep-1"
 NUMBERS = (

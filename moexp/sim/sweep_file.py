@@ -21,12 +21,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, model_validator
 
-from moexp.errors import MoexpError
-from moexp.recipe import find_named, recipe_folders
-from moexp.schema.base import NonNegative, Positive, PositiveFloat, Section, Share
+from moexp.base.errors import MoexpError
+from moexp.base.yamlio import read_yaml
+from moexp.config.recipe import find_named, recipe_folders
+from moexp.config.section import NonNegative, Positive, PositiveFloat, Section, Share
 from moexp.sim.blocks import Setting
 from moexp.sim.sources import Source
-from moexp.yamlio import read_yaml
 
 Cache = Literal["none", "lru", "lfu", "least-stale", "static-hot", "belady"]
 

@@ -11,9 +11,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from moexp.errors import MoexpError
-from moexp.learn.trace_files import Trace
-from moexp.runtime.recording_file import RoutingGeometry
+from moexp.base.errors import MoexpError
+from moexp.data.traces import Trace
+from moexp.runtime.recording.files import RoutingGeometry
 from moexp.sim.blocks import Block, Blocks
 
 

@@ -14,15 +14,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from moexp import atomic, metrics
-from moexp.errors import MoexpError
+from moexp import metrics
+from moexp.base import atomic
+from moexp.base.errors import MoexpError
 from moexp.records import ProbeRecord, RequestRecord, StepRecord, read_records
-from moexp.report import PROBE, PROBES, REQUESTS, SETTINGS, STEPS, Row, View, read_json, text, to_csv, view_text
-from moexp.runtime.recording_file import ROUTING, Recording, read_recording
+from moexp.runtime.recording.files import ROUTING, Recording, read_recording
 from moexp.sim.fit import Fit, fit_steps, has_link, link_of
 from moexp.sim.machine import MachineModel
 from moexp.sim.prices import Prices, Span
 from moexp.sim.replay import EXACT, Comparison, compare, replay
+from moexp.tables.core.run import PROBE, PROBES, REQUESTS, SETTINGS, STEPS, read_json
+from moexp.tables.core.table import Row, View, text, to_csv, view_text
 
 RESIDENT = "resident"
 COLUMNS = [

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moexp.runtime.counters import Phase
-from moexp.runtime.recording_file import PREFETCH, RecordedCycle, RecordedPass
+from moexp.runtime.recording.files import PREFETCH, RecordedCycle, RecordedPass
+from moexp.runtime.store.counters import Phase
 
 if TYPE_CHECKING:
     from moexp.target.experts import ExpertKey
@@ -33,7 +33,7 @@ class Step:
     """One step through the layers.
 
     Attributes:
-        demands: keys that each MoE layer demands, in the order of `moexp.runtime.moe.MoELayer`.
+        demands: keys that each MoE layer demands, in the order of `moexp.runtime.engine.moe.MoELayer`.
         beyond: keys that each layer announces once it has demanded; None: nothing.
         chosen: experts that all rows together choose in a layer.
     """
@@ -94,7 +94,7 @@ def routed_step(
     prefetch: bool = False,
     prefetch_top: int | None = None,
 ) -> Step:
-    """A step by `moexp.runtime.moe.StepPath`'s rules.
+    """A step by `moexp.runtime.engine.moe.StepPath`'s rules.
 
     Args:
         routing_LBk: the routers' top-k of each row, by descending gate.
@@ -116,7 +116,7 @@ def unions(table: Table, ids_LBr: np.ndarray) -> list[Keys]:
 
 
 def announcement(table: Table, routing_Lk: np.ndarray) -> Announcement:
-    """The experts of one token over all layers (`moexp.runtime.forward.Engine.prefetch`)."""
+    """The experts of one token over all layers (`moexp.runtime.engine.engine.Engine.prefetch`)."""
     rows = routing_Lk.tolist()
     return Announcement([keys[expert] for keys, row in zip(table, rows, strict=True) for expert in row])
 

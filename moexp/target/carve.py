@@ -22,7 +22,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, LlamaForCausalLM
 
-from ..errors import MoexpError
+from moexp.base.errors import MoexpError
 
 
 @dataclass(frozen=True)

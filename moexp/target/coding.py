@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
 from moexp.target.families import FAMILIES
 
 if TYPE_CHECKING:

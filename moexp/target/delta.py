@@ -26,9 +26,9 @@ from safetensors.torch import save
 from torch import Tensor
 from transformers import Glm4MoeForCausalLM, LlamaForCausalLM
 
-from ..atomic import write_bytes
-from ..errors import MoexpError
-from .carve import Geometry, LayerPlan, carve_as_planned
+from moexp.base.atomic import write_bytes
+from moexp.base.errors import MoexpError
+from moexp.target.carve import Geometry, LayerPlan, carve_as_planned
 
 FORMAT = "moexp-delta-1"
 TRITS = 5  # ternary digits in a byte: 3**5 = 243
@@ -134,7 +134,7 @@ def find_delta(name: str) -> Path:
     Raises:
         MoexpError: neither is there.
     """
-    folder = Path(str(resources.files("moexp") / "deltas"))
+    folder = Path(str(resources.files("moexp.target") / "deltas"))
     for place in (folder / f"{name}.safetensors", Path(name)):
         if place.is_file():
             return place

@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from ..atomic import new_folder
-from ..errors import MoexpError
+from moexp.base.atomic import new_folder
+from moexp.base.errors import MoexpError
 
 WEIGHTS, HEADER = "draft_experts.safetensors", "draft_experts.json"
 FORMAT = "moexp-draft-experts-1"

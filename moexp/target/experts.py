@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
 from moexp.target.coding import Coding, stored_as, unsupported_quantisation
 from moexp.target.families import FAMILIES
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
 
 
 def _after_first_dense(config: Any, layer: int) -> bool:

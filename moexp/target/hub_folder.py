@@ -5,8 +5,8 @@ from __future__ import annotations
 import errno
 from pathlib import Path
 
-from ..errors import MoexpError
-from ..hub import reachable
+from moexp.base.errors import MoexpError
+from moexp.base.hub import reachable
 
 PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt"]
 """Weights, configuration, tokenizer (SentencePiece and tiktoken files end in `.model`)."""

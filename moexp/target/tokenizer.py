@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
 
 TIKTOKEN = "tiktoken.model"
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moexp import atomic
-from moexp.recipe import Recipe
+from moexp.base import atomic
+from moexp.config.recipe import Recipe
 from moexp.web.contents import REPORT_HTML, REPORT_MD
 from moexp.web.markdown import report_markdown
 from moexp.web.page import report_html

@@ -6,13 +6,13 @@ by name, so that a new kind of result is in the report as soon as it is in the f
 
 from __future__ import annotations
 
-import csv
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
 from moexp.papers import PAPERS
+from moexp.tables.core.table import read_rows
 from moexp.web.sources import PAPER_NAMES
 
 REPORT_MD, REPORT_HTML = "REPORT.md", "report.html"
@@ -103,17 +103,6 @@ def list_files(folder: Path) -> list[str]:
 def anchor_of(text: str) -> str:
     """An identifier for links within a page."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-
-
-def read_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of a CSV file; empty where there is no such file."""
-    if not path.exists():
-        return []
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            return list(csv.DictReader(file))
-    except (OSError, ValueError, csv.Error) as error:
-        raise MoexpError(f"not readable as CSV: {error}", where=str(path)) from error
 
 
 def _single(folder: Path, files: list[str], name: str) -> Section:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from moexp.config.recipe import Recipe
 from moexp.papers import load_paper
-from moexp.recipe import Recipe
 from moexp.web.sources import PAPER_NAMES, Source
 
 UNKNOWN = "not recorded"

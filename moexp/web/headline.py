@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from moexp.report import PAPER, View
-from moexp.web.contents import read_rows
+from moexp.tables.core.table import View, read_rows
+from moexp.tables.core.tags import PAPER
 
 Rows = Sequence[dict[str, str]]
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from urllib.parse import quote
 
-from moexp.report import view_text
+from moexp.tables.core.table import view_text
 from moexp.web.contents import REPORT_HTML, Document, Picture, Section
 from moexp.web.facts import code, plain
 from moexp.web.report import Report

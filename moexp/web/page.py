@@ -18,8 +18,9 @@ from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
 from markdown_it.utils import OptionsDict
 
-from moexp.errors import MoexpError
-from moexp.report import EMULATED, MEASURED, PAPER, SIMULATED, view_text
+from moexp.base.errors import MoexpError
+from moexp.tables.core.table import view_text
+from moexp.tables.core.tags import EMULATED, MEASURED, PAPER, SIMULATED
 from moexp.web.contents import Document, Picture, Section
 from moexp.web.report import Report
 
@@ -29,7 +30,7 @@ OPEN = {"table 2: decode throughput", "table 1: speedup over ar"}
 
 SCROLL = '<div class="scroll" tabindex="0" role="group" aria-label="Table"><table>\n'
 VIEW = r"^\*\*[^\n]+\*\*\n\n(?:\|[^\n]*\n?)+"
-"""A table with its title, as `moexp.report.view_text` writes it."""
+"""A table with its title, as `moexp.tables.core.table.view_text` writes it."""
 
 
 def report_html(report: Report, folder: Path) -> str:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moexp.recipe import Recipe
-from moexp.report import View, provenance_lines, read_json
+from moexp.config.recipe import Recipe
+from moexp.tables.core.provenance import provenance_lines
+from moexp.tables.core.run import read_json
+from moexp.tables.core.table import View
 from moexp.web.contents import Section, list_files, read_sections
 from moexp.web.facts import facts
 from moexp.web.headline import gate_line, headline

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from moexp import metrics
 from moexp.records import StepRecord
-from moexp.report import Arm, Measured
+from moexp.tables.core.run import Arm, Measured
 from moexp.web.sources import PAPER_NAMES, Source
 
 

@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moexp.bench import draftexpert_data, ecospec_data
-from moexp.errors import MoexpError
+from moexp.base.errors import MoexpError
+from moexp.config.locations import run_folder
+from moexp.config.recipe import Recipe
 from moexp.papers import PAPERS, load_paper
-from moexp.recipe import Recipe
-from moexp.report import Measured, rebuild, run_folder
+from moexp.tables.core.run import Measured
+from moexp.tables.draftexpert import data as draftexpert_data
+from moexp.tables.ecospec import data as ecospec_data
+from moexp.tables.write import rebuild
 
 PAPER_NAMES = {"draftexpert": "DraftExpert", "ecospec": "EcoSpec"}
 

@@ -1,0 +1,1 @@
+"""What everything else stands on: errors, atomic files, processes of a shared run, progress, provenance, fetching."""

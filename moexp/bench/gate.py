@@ -1,0 +1,242 @@
+"""`moexp eval`: the exactness gate. Every method must give AR's tokens from AR's logits."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import itertools
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from moexp.base import atomic
+from moexp.base.progress import stage
+from moexp.bench.exactness import Gate, Outcome, RowLog, row_invariant
+from moexp.bench.runner import PromptEngine
+from moexp.config import locations
+from moexp.config.recipe import Recipe
+from moexp.config.sections import StoreSection
+from moexp.data.prompts import Prompt, load_prompts, render_chat
+from moexp.runtime.decoding.chain import decode_all
+from moexp.runtime.decoding.method import Method, TreePlan
+from moexp.runtime.engine.engine import Engine
+from moexp.runtime.opening import method_of, opened_engine, opened_store
+from moexp.runtime.selectors.chain import POLICIES
+from moexp.runtime.verifiers.chain import Sampling
+from moexp.target.draft_expert import HEADER, WEIGHTS, DraftExperts
+from moexp.target.load import Target, checkpoint_fingerprint, read_config
+from moexp.target.opening import find_target, open_draft_experts, open_target
+from moexp.target.spec import MoESpec
+
+CSV, JSON = "eval.csv", "eval.json"
+FRESH = "ar, fresh engine"  # the control: AR against AR
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One store to test on, and the methods to test there."""
+
+    store: StoreSection
+    padded: bool
+    methods: tuple[Method, ...]
+    control: bool  # also AR on a fresh engine
+
+
+def gate_methods(recipe: Recipe, drafts: bool, top_k: int) -> tuple[Method, ...]:
+    """The methods of the gate: the target drafting for itself, then every drafter under every policy.
+
+    Prefetch alternates, so that each drafter and each policy meets both; the draft experts (the method that is to be
+    used) have all combinations.
+    """
+    section = recipe.decode
+    common: dict[str, Any] = {"max_draft": section.max_draft, "tau": section.tau, "budget": section.budget}
+    methods = [Method("target", **common)]
+    for r in range(1, min(3, top_k) + 1):
+        for place, policy in enumerate(POLICIES):
+            methods.append(Method("top-r", r=r, policy=policy, prefetch=(r + place) % 2 == 0, **common))
+    if drafts:
+        methods += [
+            Method("draft-expert", policy=policy, prefetch=prefetch, **common)
+            for policy in POLICIES
+            for prefetch in (False, True)
+        ]
+    methods.append(Method("top-r", tree=TreePlan(selector="confidence", predictor="none")))
+    if drafts:
+        methods.append(Method("draft-expert", prefetch=True, tree=TreePlan()))
+    return tuple(methods)
+
+
+def run_gate(recipe: Recipe, *, tokens: int | None = None) -> Gate:
+    """Runs the gate over `eval.prompts` prompts in every dtype of `eval.dtypes`.
+
+    All methods run on the recipe's kind of store; AR and the recipe's own method also with everything resident, and on
+    the padded target where the recipe has one.
+
+    Args:
+        tokens: go on over more prompts until so many tokens have been compared in all.
+
+    Raises:
+        MoexpError: the target is not built, or the draft experts belong to another.
+    """
+    gates: dict[str, bool] = {}
+    outcomes: list[Outcome] = []
+    drafts = (locations.draft_folder(recipe) / HEADER).exists()
+    settings = _settings(recipe, drafts)
+    runs = len(recipe.eval.dtypes) * sum(len(setting.methods) + setting.control for setting in settings)
+    share = None if tokens is None else -(-tokens // runs)
+    for dtype in recipe.eval.dtypes:
+        for setting in settings:
+            target = open_target(recipe, padded=setting.padded, dtype=dtype)
+            experts = open_draft_experts(recipe, target) if drafts else None
+            if dtype not in gates:
+                gates[dtype] = row_invariant(target)
+            outcomes += _run_setting(recipe, target, experts, setting, dtype, share)
+    return Gate(tuple(outcomes), gates, recipe.eval.near_tie_gap)
+
+
+def _settings(recipe: Recipe, drafts: bool) -> list[Setting]:
+    """Which methods run where: all of them once, the recipe's own wherever it can run."""
+    own = method_of(recipe.decode)
+    if own.is_ar or (own.drafter == "draft-expert" and not drafts):
+        own = Method("top-r", max_draft=recipe.decode.max_draft, prefetch=True)
+    every = gate_methods(recipe, drafts, _top_k(recipe))
+    settings = [Setting(recipe.store, False, every if own in every else (*every, own), control=True)]
+    if recipe.store.kind != "resident":
+        settings.append(Setting(StoreSection(kind="resident"), False, (own,), control=True))
+    if recipe.target.pad_expert_width is not None:
+        settings.append(Setting(recipe.store, True, (own,), control=False))
+    return settings
+
+
+def _top_k(recipe: Recipe) -> int:
+    return MoESpec.from_config(read_config(find_target(recipe))).top_k
+
+
+def _run_setting(
+    recipe: Recipe,
+    target: Target,
+    experts: DraftExperts | None,
+    setting: Setting,
+    dtype: str,
+    share: int | None,
+) -> list[Outcome]:
+    store = store_for(setting.store, target)
+    name = "padded" if setting.padded else "plain"
+    labels = [*([FRESH] if setting.control else []), *(method.label for method in setting.methods)]
+    outcomes = [Outcome(dtype, store.kind, name, label) for label in labels]
+    prompts = gate_prompts(recipe, everything=share is not None)
+    length = recipe.eval.max_new_tokens if share is None else max(recipe.eval.max_new_tokens, -(-share // len(prompts)))
+    with ExitStack() as stack:
+        # Prefill is the same for all methods: theirs is AR's, kept, and only the fresh engine makes its own.
+        engine = PromptEngine(target, stack.enter_context(opened_store(target, store)), draft_experts=experts)
+        if setting.control:
+            fresh = stack.enter_context(opened_engine(target, store, experts))
+        advance = stack.enter_context(
+            stage(f"{dtype}, {store.kind}, {name}", None if share else len(prompts) * (1 + len(labels)))
+        )
+        done = itertools.count(1)
+        for prompt in prompts:
+            ids = render_chat(target.tokenizer, prompt)
+
+            def run(engine: Engine, method: Method, ids: Sequence[int] = ids) -> RowLog:
+                log = RowLog()
+                _, request = decode_all(
+                    engine, ids, method, Sampling(), max_new_tokens=length, stop_ids=target.stop_ids, on_logits=log
+                )
+                log.tokens = request.tokens
+                advance(next(done))
+                return log
+
+            ar = run(engine, Method())
+            rest = iter(outcomes)
+            if setting.control:
+                next(rest).add(prompt.id, ar, run(fresh, Method()))
+            for outcome, method in zip(rest, setting.methods, strict=True):
+                outcome.add(prompt.id, ar, run(engine, method))
+            if share is not None and min(outcome.tokens for outcome in outcomes) >= share:
+                break
+    return outcomes
+
+
+def store_for(section: StoreSection, target: Target) -> StoreSection:
+    """The store to test a target on: in another dtype than the stored one, host memory takes a disk's place."""
+    if section.kind == "disk" and not target.index.converts_to(target.dtype):
+        return section.model_copy(update={"kind": "host"})
+    return section
+
+
+def gate_prompts(recipe: Recipe, *, everything: bool = False) -> list[Prompt]:
+    """`eval.prompts` prompts, the tuning prompts and each of the bench's workloads in turn; or all there are."""
+    limit = None if everything else recipe.eval.prompts  # of a large hub set, no more rows than are taken
+    sources = [load_prompts(source, limit) for source in dict.fromkeys(("tune", *recipe.bench.workloads))]
+    turns = [prompt for round_ in itertools.zip_longest(*sources) for prompt in round_ if prompt is not None]
+    return turns if everything else turns[: recipe.eval.prompts]
+
+
+# --- results ---
+
+
+def gate_identity(recipe: Recipe) -> str:
+    """A hash of all that the gate's result depends on: target, draft experts, and the recipe's sections."""
+    folder = find_target(recipe)
+    weights = locations.draft_folder(recipe) / WEIGHTS
+    parts = [
+        checkpoint_fingerprint(folder),
+        hashlib.sha256(weights.read_bytes()).hexdigest() if weights.exists() else "",
+        recipe.digest("decode", "store", "eval", "bench.workloads", "target.pad_expert_width"),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def write_gate(gate: Gate, folder: Path, identity: str, provenance: dict[str, Any]) -> list[Path]:
+    """Writes `eval.csv` and `eval.json`; returns both."""
+    rows = list(gate_rows(gate))
+    sink = io.StringIO()
+    writer = csv.DictWriter(sink, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    atomic.write_text(folder / CSV, sink.getvalue())
+    atomic.write_json(folder / JSON, {
+        "identity": identity,
+        "passed": gate.passed,
+        "row_invariant": gate.invariant,
+        "near_tie_gap": gate.near_tie_gap,
+        "outcomes": [asdict(outcome) | {"tier": gate.tier(outcome)} for outcome in gate.outcomes],
+        "provenance": provenance,
+    })  # fmt: skip
+    return [folder / CSV, folder / JSON]
+
+
+def gate_rows(gate: Gate) -> Iterator[dict[str, Any]]:
+    """The gate as a table; what does not exist is empty."""
+    for outcome in gate.outcomes:
+        tier, first = gate.tier(outcome), outcome.first
+        gap = None if first is None else first.gap
+        yield {
+            "dtype": outcome.dtype,
+            "store": outcome.store,
+            "target": outcome.target,
+            "method": outcome.method,
+            "prompts": outcome.prompts,
+            "tokens": outcome.tokens,
+            "logits_rows": outcome.rows,
+            "differing_rows": outcome.differing,
+            "requests_apart": len(outcome.apart),
+            "first_mismatch": "" if first is None else f"{first.prompt}:{first.position}",
+            "gap": "" if gap is None else f"{gap:.3g}",
+            "tier": "FAILED" if tier is None else tier,
+            "tag": "measured",
+        }
+
+
+def already_passed(folder: Path, identity: str) -> bool:
+    """Whether the gate was passed with exactly this target, draft experts and recipe."""
+    try:
+        found = json.loads((folder / JSON).read_text())
+        return bool(found["passed"]) and found["identity"] == identity
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

@@ -1,0 +1,1 @@
+"""moexp beside other runtimes on the same weights."""

@@ -1,0 +1,1 @@
+"""Decoding a checkpoint larger than memory."""

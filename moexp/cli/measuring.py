@@ -1,0 +1,102 @@
+"""Commands that measure."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from moexp.cli.app import (
+    OutOption,
+    PaperOption,
+    RecipeOption,
+    SetOption,
+    app,
+    command,
+    load,
+    make_console,
+    say_files,
+)
+
+
+@command(app, "reproduce", "moexp reproduce --recipe pocket")
+def reproduce(recipe: RecipeOption = "pocket", changes: SetOption = None) -> None:
+    """Run every stage in order, skipping what is done, and write all tables."""
+    from moexp.cli.reproduce import reproduce as run
+
+    if not run(load(recipe, changes), make_console()):
+        raise typer.Exit(1)
+
+
+@command(app, "bench", "moexp bench --recipe pocket --table 2")
+def bench(
+    recipe: RecipeOption = "pocket",
+    table: Annotated[str | None, typer.Option("--table", "-t", metavar="N|all", help="A table, or all.")] = None,
+    figure: Annotated[str | None, typer.Option("--figure", metavar="N", help="A figure, and no table.")] = None,
+    paper: PaperOption = "draftexpert",
+    changes: SetOption = None,
+    out: OutOption = None,
+) -> None:
+    """Measure the tables of a paper, or one of its figures; what is measured already is kept."""
+    from moexp.bench.papers import parse_asked, run_bench
+
+    numbers, name = parse_asked(table, figure, paper)
+    files = run_bench(load(recipe, changes), numbers, figure=name, paper=paper, out=out)
+    say_files(files, show=numbers is not None and len(numbers) == 1)
+
+
+@command(app, "cache-budgets", "moexp cache-budgets --recipe pocket --prompts 1")
+def cache_budgets(
+    recipe: RecipeOption = "pocket",
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts to decode.")] = 2,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="New tokens a prompt.")] = 16,
+    changes: SetOption = None,
+) -> None:
+    """Measure every cache policy at budgets from none to all experts, and simulate the same."""
+    from moexp.bench.budgets_table import run_budgets
+
+    say_files(run_budgets(load(recipe, changes), prompts, tokens), show=True)
+
+
+@command(app, "tune", "moexp tune --recipe pocket")
+def tune(recipe: RecipeOption = "pocket", changes: SetOption = None, out: OutOption = None) -> None:
+    """Choose K, tau, B and how much is prefetched, on prompts that no table uses."""
+    from moexp.bench.tune import run_tune
+
+    found = run_tune(load(recipe, changes), out=out)
+    speedup = "" if found.speedup is None else f", {found.speedup:.2f} times AR"
+    typer.echo(f"best: {found.setting.name}{speedup} ({found.table})")
+    typer.echo("to use it: " + " ".join(f"--set {override}" for override in found.overrides()))
+
+
+@command(app, "bench-quant", "moexp bench-quant --recipe pocket")
+def bench_quant(recipe: RecipeOption = "pocket", changes: SetOption = None, out: OutOption = None) -> None:
+    """Measure bytes, speed and held-out loss with experts as stored, in Q8_0 and in Q4_0."""
+    from moexp.bench.quantised import run_quantised
+
+    say_files(run_quantised(load(recipe, changes), out=out), show=True)
+
+
+@command(app, "race", "moexp race pocket mine.yaml --prompts 2 --tokens 32")
+def race(
+    recipes: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE...",
+            help="Whose methods. Target and workloads are the first one's; a file without a base is laid over it.",
+        ),
+    ],
+    platform: Annotated[
+        str | None,
+        typer.Option("--platform", "-p", metavar="NAME", help="local-disk, host, resident, paced-cg or paced-mn."),
+    ] = None,
+    prompts: Annotated[int, typer.Option("--prompts", min=1, help="Prompts a workload.")] = 1,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="New tokens a prompt.")] = 32,
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Of the files in results/RECIPE/races.")] = "race",
+) -> None:
+    """Decode the same prompts by AR and by each recipe's method, in turns over one store, and compare them."""
+    from moexp.bench.race import run_race
+    from moexp.config.recipe import load_method
+
+    chosen = [load(recipes[0], None), *(load_method(one, base=recipes[0]) for one in recipes[1:])]
+    say_files(run_race(chosen, platform=platform, prompts=prompts, tokens=tokens, name=name), show=True)

@@ -1,0 +1,128 @@
+"""Where the artifacts of a recipe lie: targets, draft experts, heads, predictors, traces, runs and results.
+
+Stages meet only here, through folders: each can be run alone, and what is there already is used as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moexp.base.errors import MoexpError
+from moexp.config.recipe import Recipe
+
+if TYPE_CHECKING:
+    pass
+
+
+RUN_SECTIONS = {
+    "draftexpert": ("target", "draft", "decode", "store", "bench", "seed"),
+    "ecospec": ("target", "draft", "head", "predictor", "ecospec", "store", "bench", "seed"),
+}
+"""What a paper's run folder depends on."""
+
+
+def run_folder(recipe: Any, out: Path | None = None, paper: str = "draftexpert") -> Path:
+    """Where `moexp bench` keeps the recipe's raw records for a paper's tables."""
+    return artifact_path("runs", recipe, *RUN_SECTIONS[paper]) if out is None else out
+
+
+def target_folder(recipe: Recipe) -> Path:
+    """Where the recipe's built target lies (unpadded), whether it is there yet or not."""
+    if recipe.paths.target is not None:
+        return Path(recipe.paths.target)
+    return artifact_path("targets", recipe, "target", "seed")
+
+
+def padded_folder(recipe: Recipe) -> Path:
+    """Where the target to decode from lies: the padded copy where the recipe asks for one."""
+    folder, width = target_folder(recipe), recipe.target.pad_expert_width
+    return folder if width is None else padded_beside(folder, width)
+
+
+def padded_beside(folder: Path, width: int) -> Path:
+    """Where the copy of the target in `folder` lies whose experts are padded to `width`."""
+    return folder.with_name(f"{folder.name}-pad{width}")
+
+
+def draft_folder(recipe: Recipe) -> Path:
+    """Where the recipe's draft experts lie."""
+    if recipe.paths.draft_experts is not None:
+        return Path(recipe.paths.draft_experts)
+    return artifact_path("drafts", recipe, "target", "draft", "seed")
+
+
+def predictor_recipe(recipe: Recipe) -> Recipe:
+    """The recipe with the trace that its expert predictor learns from."""
+    trace = recipe.trace.model_copy(update={"tokens": recipe.predictor.trace_tokens, "gates": False})
+    return recipe.model_copy(update={"trace": trace})
+
+
+def predictor_folder(recipe: Recipe) -> Path:
+    """Where the recipe's expert predictor lies; checkpoints that it kept on the way are folders within."""
+    if recipe.paths.predictor is not None:
+        return Path(recipe.paths.predictor)
+    sections = ("target", "predictor", "trace", "draft.corpus", "seed")
+    return artifact_path("predictors", predictor_recipe(recipe), *sections)
+
+
+def with_head(recipe: Recipe, kind: str) -> Recipe:
+    """The recipe with its head of this kind and otherwise the same settings."""
+    return recipe.model_copy(update={"head": recipe.head.model_copy(update={"kind": kind})})
+
+
+def head_folder(recipe: Recipe) -> Path:
+    """Where the recipe's draft head lies."""
+    folder = artifact_path("heads", recipe, "target", "head", "draft.corpus", "draft.held_out_rows", "seed")
+    return folder.with_name(f"{recipe.head.kind}-{folder.name}")
+
+
+def source_cache() -> Path:
+    """Fetched files that targets are built from."""
+    return home() / "sources"
+
+
+def require(there: bool, missing: str, folder: Path, command: str) -> None:
+    """MoexpError naming the command that makes what is not there."""
+    if not there:
+        raise MoexpError(missing, where=str(folder), valid=f"run: {command}")
+
+
+RESULTS = Path("results")
+
+
+def results_folder(recipe: Recipe) -> Path:
+    """Where a recipe's results go: `results/<recipe>` of the working directory, beside the tables."""
+    return RESULTS / recipe.name
+
+
+def trace_folder(recipe: Recipe, text: str | None = None) -> Path:
+    """Where the recipe's routing trace lies, over its corpus or over `text`."""
+    folder = artifact_path("traces", recipe, "target", "trace", "draft.corpus", "seed")
+    if text is None:
+        return folder
+    return folder.with_name(f"{folder.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
+
+
+def draft_work(recipe: Recipe) -> Path:
+    """Where training of the draft experts keeps its corpora and checkpoints."""
+    folder = draft_folder(recipe)
+    return folder.with_name(folder.name + ".work")
+
+
+def home() -> Path:
+    """Where artifacts live: $MOEXP_HOME, or ~/.cache/moexp."""
+    return Path(os.environ.get("MOEXP_HOME") or "~/.cache/moexp").expanduser()
+
+
+def artifact_path(kind: str, recipe: Recipe, *sections: str) -> Path:
+    """The folder of an artifact under `home()`, for example `targets/carved-0f3a...`.
+
+    `sections` are the parts of the recipe that the artifact depends on: another value there, another folder. Recipes
+    that agree in them share it.
+    """
+    target = recipe.target
+    label = Path(target.path).name if target.kind == "hub" and target.path else target.kind
+    return home() / kind / f"{label}-{recipe.digest(*sections)}"

@@ -1,0 +1,1 @@
+"""Text that goes in: prompts, public benchmarks, corpora, and routing traces on disk."""

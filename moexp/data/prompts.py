@@ -1,0 +1,282 @@
+"""Prompt sets and text corpora: those in the package, local files, the hub, and the text every machine has.
+
+A source is a string, the same everywhere (recipes, flags, Python):
+
+    chat | math | code | summary | instruct      one embedded evaluation workload
+    embedded                                     all five, interleaved
+    tune                                         prompts kept apart for choosing hyper-parameters
+    path/to/file.jsonl[#field]                   local prompts, one JSON object a line
+    hf:repo[:config][:split][#field]             a hub dataset
+    gsm8k | humaneval | aime25 | math500 | amc22-24 | mt-bench | mmstar | mbpp | alpaca | cnn-dm
+                                                 (prompts only) a public benchmark with its prompt, from the hub
+    gsm8k=path/to/gsm8k_test.jsonl               the same from a local file, in the hub's fields or with `turns`
+    machine                                      (texts only) documentation of Python's standard library
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import resources
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any, cast
+
+from moexp.base.errors import MoexpError
+from moexp.base.hub import hub_rows
+from moexp.data.json_rows import json_rows, pick_id, pick_texts
+from moexp.data.machine_text import join_chunks, machine_texts
+from moexp.data.public_sets import BENCHMARKS, benchmark_rows
+from moexp.data.templates import Templates
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WORKLOADS = ("chat", "math", "code", "summary", "instruct")
+PROMPT_FIELDS = ("turns", "question", "prompt", "instruction", "messages")
+TEXT_FIELDS = ("text", "content", "document", "article")
+TEXT_FILES = ".txt, .jsonl, .parquet"
+ID_FIELDS = ("id", "question_id", "task_id")
+NAMES = (*WORKLOADS, "embedded", "tune", *BENCHMARKS)
+# A training prompt shares no run of this many words with an evaluation prompt.
+OVERLAP_WORDS = 8
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One request. `turns` are the user's messages in order; `workload` is the group it is reported under."""
+
+    id: str
+    workload: str
+    turns: tuple[str, ...]
+
+
+def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
+    """Prompts of a source (see the module's docstring), in a fixed order.
+
+    Args:
+        source: an embedded name, a benchmark's, a local JSONL path or a hub dataset. Without `#field` the text
+            is taken from the first of `PROMPT_FIELDS` a row has.
+        limit: at most that many, from the start; any prefix of `embedded` is balanced over the workloads.
+
+    Raises:
+        MoexpError: unknown name, missing file, line that is not JSON, missing field, unreadable dataset.
+    """
+    if limit is not None and limit < 1:
+        raise MoexpError("the number of prompts must be positive", where=f"{source}, limit {limit}")
+    name, equals, path = source.partition("=")
+    if source == "embedded":
+        by_workload = [_embedded(name) for name in WORKLOADS]
+        rounds = itertools.zip_longest(*by_workload)
+        prompts: Iterable[Prompt] = (prompt for round_ in rounds for prompt in round_ if prompt)
+    elif source in (*WORKLOADS, "tune"):
+        prompts = _embedded(source)
+    elif name in BENCHMARKS:
+        rows = benchmark_rows(name, path if equals else None)
+        prompts = (Prompt(row_id, name, turns) for row_id, turns in rows)
+    else:
+        prompts = _external_prompts(source)
+    loaded = list(itertools.islice(prompts, limit))
+    if not loaded:
+        raise MoexpError("no prompts in it", where=source)
+    return loaded
+
+
+def load_texts(source: str) -> Iterator[str]:
+    """Plain texts of a corpus, one at a time, so that a corpus of any size fits.
+
+    Args:
+        source: `machine`, a local .txt (paragraphs joined to chunks), .jsonl or .parquet file, or a hub
+            dataset (streamed). Without `#field` the text is taken from the first of `TEXT_FIELDS` a row has.
+
+    Raises:
+        MoexpError: as `load_prompts`; raised when the first text is asked for.
+    """
+    if source == "machine":
+        yield from machine_texts()
+        return
+    rows: Iterable[tuple[str, Mapping[str, Any]]]
+    location, field = _split_field(source)
+    if source.startswith("hf:"):
+        rows = hub_rows(location.removeprefix("hf:"), prefer=("train",), streaming=True)
+    else:
+        path = _existing(location, valid=f"machine, a file ({TEXT_FILES}), or hf:repo[:config][:split][#field]")
+        if path.suffix == ".txt":
+            yield from join_chunks(_paragraphs(path))
+            return
+        if path.suffix == ".parquet":
+            rows = _parquet_rows(path)
+        elif path.suffix in (".jsonl", ".json"):
+            rows = json_rows(path)
+        else:
+            raise MoexpError("cannot read texts from this kind of file", where=location, valid=TEXT_FILES)
+    for where, row in rows:
+        text = "\n\n".join(pick_texts(row, (field,) if field else TEXT_FIELDS, where))
+        if text:
+            yield text
+
+
+def render_chat(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answers: Sequence[str] = ()) -> list[int]:
+    """Token ids of a prompt in the model's chat format, ending where the assistant is to answer.
+
+    Args:
+        tokenizer: one without a chat template gets plain `User:` / `Assistant:` lines.
+        prompt: its first turn is asked; later turns follow once the answers before them are known.
+        answers: the assistant's earlier answers, fewer than the prompt has turns.
+    """
+    assert len(answers) < len(prompt.turns), (prompt.id, len(answers))
+    messages = [{"role": "user", "content": prompt.turns[0]}]
+    for answer, turn in zip(answers, prompt.turns[1:], strict=False):
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+    if getattr(tokenizer, "chat_template", None):
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return cast(list[int], ids)
+    lines = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
+    return tokenizer.encode("".join(lines) + "Assistant:")
+
+
+def training_prompts(seed: int, exclude: Iterable[Prompt] = ()) -> Iterator[Prompt]:
+    """Endless prompts to train on, the same for the same seed, the five workloads in turn.
+
+    Hand-written seeds alternate with expanded templates until the seeds are used up. A prompt does not come
+    twice as long as its templates have another to give (tens of thousands), and none shares a run of
+    `OVERLAP_WORDS` words with a prompt of the embedded evaluation or tuning sets.
+
+    Args:
+        seed: of the order and of the expansion.
+        exclude: prompts of further evaluation sets to keep away from.
+    """
+    templates = Templates.parse(_resource("seed_templates.yaml"))
+    guard = OverlapGuard([*load_prompts("embedded"), *load_prompts("tune"), *exclude])
+    rng = Random(f"training-{seed}")
+    seeds: dict[str, list[str]] = {workload: [] for workload in WORKLOADS}
+    for prompt in _embedded("seeds"):
+        seeds[prompt.workload].append(prompt.turns[0])
+    for texts in seeds.values():
+        rng.shuffle(texts)
+    seen: set[str] = set()
+
+    def expand(workload: str) -> str:
+        for attempt in range(10_000):
+            text = templates.draw(workload, rng)
+            # After a hundred repeats the templates are all but used up: repeat rather than stop.
+            if (text not in seen or attempt >= 100) and not guard.overlaps(text):
+                return text
+        raise MoexpError("the prompts to keep away from leave nothing to train on", where=workload)
+
+    for index in itertools.count():
+        workload = WORKLOADS[index % len(WORKLOADS)]
+        text = ""
+        if seeds[workload] and index // len(WORKLOADS) % 2 == 0:
+            text = seeds[workload].pop()
+        if not text or guard.overlaps(text):
+            text = expand(workload)
+        seen.add(text)
+        yield Prompt(f"train-{seed}-{index}", workload, (text,))
+
+
+class OverlapGuard:
+    """Says whether a text repeats `words` words in a row of a set of prompts, or a whole shorter text."""
+
+    def __init__(self, prompts: Iterable[Prompt], words: int = OVERLAP_WORDS) -> None:
+        self.words = words
+        self.runs: set[str] = set()
+        self.texts: list[str] = []  # normalised, padded with blanks
+        self.short: list[str] = []
+        for turn in (turn for prompt in prompts for turn in prompt.turns):
+            text = " ".join(normalised_words(turn))
+            self.texts.append(f" {text} ")
+            runs = word_runs(turn, words)
+            self.runs |= runs
+            if not runs and text:
+                self.short.append(f" {text} ")
+
+    def overlaps(self, text: str) -> bool:
+        padded = f" {' '.join(normalised_words(text))} "
+        runs = word_runs(text, self.words)
+        if not runs:  # too short to hold a run: it must not stand whole in any prompt
+            return any(padded in other for other in self.texts)
+        return not runs.isdisjoint(self.runs) or any(short in padded for short in self.short)
+
+
+def normalised_words(text: str) -> list[str]:
+    """Lower-case words and numbers; punctuation and layout do not count."""
+    return re.findall(r"\w+", text.casefold())
+
+
+def word_runs(text: str, length: int) -> set[str]:
+    """All runs of `length` normalised words in a text."""
+    words = normalised_words(text)
+    return {" ".join(words[start : start + length]) for start in range(len(words) - length + 1)}
+
+
+def _resource(name: str) -> str:
+    return resources.files("moexp.data").joinpath("workloads", name).read_text(encoding="utf-8")
+
+
+def _embedded(name: str) -> list[Prompt]:
+    rows = map(json.loads, _resource(f"{name}.jsonl").splitlines())
+    return [Prompt(row["id"], row["workload"], tuple(row["turns"])) for row in rows]
+
+
+def _external_prompts(source: str) -> Iterator[Prompt]:
+    location, field = _split_field(source)
+    if location.startswith("hf:"):
+        repo = location.removeprefix("hf:")
+        rows = hub_rows(repo, prefer=("test", "validation", "train"), streaming=False)
+        name = repo.split(":")[0].split("/")[-1]
+    else:
+        close = get_close_matches(location.partition("=")[0], NAMES, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        kinds = "BENCHMARK=FILE.jsonl, a .jsonl file, or hf:repo[:config][:split][#field]"
+        path = _existing(location, valid=f"{hint}{', '.join(NAMES)}, {kinds}")
+        rows, name = json_rows(path), path.stem
+    for number, (where, row) in enumerate(rows, start=1):
+        turns = pick_texts(row, (field,) if field else PROMPT_FIELDS, where)
+        if not any(turn.strip() for turn in turns):
+            raise MoexpError("empty prompt", where=where)
+        if row.get("input") and turns == (row.get("instruction"),):  # the Alpaca layout
+            turns = (f"{turns[0]}\n\n{row['input']}",)
+        yield Prompt(f"{name}-{pick_id(row, ID_FIELDS, number)}", name, turns)
+
+
+def _split_field(source: str) -> tuple[str, str | None]:
+    location, _, field = source.partition("#")
+    return location, field or None
+
+
+def _existing(location: str, *, valid: str) -> Path:
+    path = Path(location).expanduser()
+    if path.is_file():
+        return path
+    # A bare word was meant as a name, on its own or before a file; anything else as a path.
+    word = Path(location.partition("=")[0])
+    is_name = word.suffix == "" and word.name == str(word)
+    raise MoexpError("unknown source" if is_name else "no such file", where=location, valid=valid)
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                yield from ((str(path), row) for row in batch.to_pylist())
+    except pyarrow.ArrowInvalid as error:
+        raise MoexpError("not a readable Parquet file", where=str(path)) from error
+
+
+def _paragraphs(path: Path) -> Iterator[str]:
+    """Blocks between blank lines, read line by line."""
+    with path.open(encoding="utf-8") as lines:
+        try:
+            for blank, block in itertools.groupby(lines, key=str.isspace):
+                if not blank:
+                    yield "".join(block).strip("\n")
+        except UnicodeDecodeError as error:
+            raise MoexpError("not UTF-8 text", where=str(path)) from error

@@ -1,0 +1,1 @@
+"""What every training shares: the loop, optimisers, the logit loss, experts that can be trained."""

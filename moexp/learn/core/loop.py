@@ -1,0 +1,238 @@
+"""One training loop: deterministic batches, a warm-up and cosine schedule, checkpoints that resume exactly.
+
+A batch is a pure function of (seed, step), so the data position needs no state, and a run that several processes share
+(`moexp/base/ranks.py`) goes on with any other number of them: each takes its share of a batch's rows. Checkpoints are
+safetensors (parameters and what the optimiser keeps of each) beside a JSON header, written atomically; nothing is
+pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from moexp.base import ranks
+from moexp.base.atomic import new_folder, recover_folder
+from moexp.base.errors import MoexpError
+from moexp.learn.core.optimizers import STATE, OptimizerName, Optimizers
+
+Metrics = dict[str, float]
+REPEATED_S = 5.0  # a launcher passes on the Ctrl-C that its processes have had already
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """`steps` updates; the learning rate warms up over `warmup` of them and falls by a cosine to `final` of its peak.
+
+    `max_minutes` is a cap for slow machines: training then ends early, with the schedule compressed to the time
+    that is left.
+    """
+
+    steps: int
+    lr: float
+    warmup: int = 20
+    final: float = 0.05
+    max_minutes: float | None = None
+
+    def progress(self, step: int, elapsed_s: float) -> float:
+        """Share of the run that lies behind, by steps or by time, whichever is further."""
+        done = step / max(1, self.steps)
+        return min(1.0, max(done, elapsed_s / (60 * self.max_minutes)) if self.max_minutes else done)
+
+    def rate(self, step: int, elapsed_s: float) -> float:
+        """The learning rate of update `step` (from 0)."""
+        cosine = 0.5 * (1 + math.cos(math.pi * self.progress(step, elapsed_s)))
+        return self.lr * min(1.0, (step + 1) / max(1, self.warmup)) * (self.final + (1 - self.final) * cosine)
+
+
+def batch_rows(total: int, size: int, step: int, seed: int) -> Tensor:
+    """The rows of batch `step`: each epoch is a fresh seeded permutation, the tail of an epoch is dropped."""
+    per_epoch = max(1, total // size)
+    epoch, place = divmod(step, per_epoch)
+    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+    return order[place * size : (place + 1) * size]
+
+
+def own_rows(total: int, size: int, step: int, seed: int) -> Tensor:
+    """This process's share of `batch_rows`.
+
+    Raises:
+        MoexpError: the batch cannot be dealt evenly to the processes of this run.
+    """
+    return ranks.share(batch_rows(total, size, step, seed))
+
+
+def train(
+    named: dict[str, nn.Parameter],
+    schedule: Schedule,
+    step_fn: Callable[[int], Metrics],
+    *,
+    lr_scale: dict[str, float] | None = None,
+    optimizer: OptimizerName = "adamw",
+    betas: tuple[float, float] = (0.9, 0.95),
+    clip: float = 1.0,
+    checkpoint: Path | None = None,
+    checkpoint_every_s: float = 60.0,
+    identity: str = "",
+    extra: Mapping[str, Tensor] | None = None,
+    after_step: Callable[[int], None] = lambda step: None,
+    on_step: Callable[[int, Metrics], None] = lambda step, metrics: None,
+) -> int:
+    """Runs `step_fn` (which computes a loss and calls backward) until the schedule ends; returns the steps taken.
+
+    Args:
+        named: the trainable parameters. `lr_scale` multiplies the rate of names that start with a key.
+        optimizer: "muon" updates matrices by Muon; `betas` are AdamW's.
+        checkpoint: folder to resume from and to write to; `identity` must match the one it was written with.
+        extra: tensors that steps change besides the parameters; saved and restored with them.
+        after_step: called after each optimiser update; on_step: called with the step's metrics.
+
+    Ctrl-C takes effect at the end of a step, with a checkpoint; a second one takes effect at once, without.
+
+    Where several processes share the run, `step_fn` computes the mean over its own share of the batch; gradients are
+    averaged in the order of ranks, so that all replicas stay equal to the bit, and metrics are averaged too. The
+    result equals that of one process but for the order in which a batch's rows are summed: not bitwise, because one
+    matrix product adds up all its rows in an order of its own. Rank 0 alone saves; Ctrl-C in one process stops all.
+
+    Raises:
+        MoexpError: the checkpoint belongs to another run.
+    """
+    scales = {name: next((s for key, s in (lr_scale or {}).items() if name.startswith(key)), 1.0) for name in named}
+    updates = Optimizers(named, scales, optimizer, betas)
+    extra = extra or {}
+    step, before_s = (0, 0.0) if checkpoint is None else _resume(checkpoint, updates, extra, identity)
+    ranks.take_main([*named.values(), *extra.values()])
+    started = saved = time.monotonic()
+
+    def elapsed_s() -> float:
+        return before_s + time.monotonic() - started
+
+    def save() -> None:
+        if checkpoint is not None and ranks.is_main():
+            _save(checkpoint, updates, extra, step, elapsed_s(), identity)
+        ranks.barrier()
+
+    with _interrupt_noted() as interrupted:
+        while step < schedule.steps and schedule.progress(step, now_s := ranks.from_main(elapsed_s())) < 1.0:
+            rate = schedule.rate(step, now_s)
+            metrics = _joined(named, step_fn(step))
+            norm = float(nn.utils.clip_grad_norm_(named.values(), clip))
+            if math.isfinite(norm):  # a batch that overflows is dropped, not learned from
+                updates.step(rate)
+            updates.clear()
+            after_step(step)
+            step += 1
+            on_step(step, {**metrics, "lr": rate, "grad_norm": norm, "elapsed_s": elapsed_s()})
+            if ranks.any_of(interrupted()):
+                save()
+                raise KeyboardInterrupt
+            if ranks.from_main(time.monotonic() - saved > checkpoint_every_s):
+                save()
+                saved = time.monotonic()
+    return step
+
+
+def _joined(named: Mapping[str, nn.Parameter], metrics: Metrics) -> Metrics:
+    """Averages the gradients over the processes in place; gives the mean of their metrics."""
+    if ranks.world() == 1:
+        return metrics
+    made = {name for name, parameter in named.items() if parameter.grad is not None}
+    parts = ranks.gathered((metrics, made))
+    wanted = [name for name in named if any(name in each for _, each in parts)]
+    grads = [_gradient(named[name]) for name in wanted]
+    ranks.average(grads)
+    return {name: sum(each[name] for each, _ in parts) / len(parts) for name in metrics}
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    """The gradient; zeros where this process's rows gave none but another's did."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+@contextmanager
+def _interrupt_noted() -> Iterator[Callable[[], bool]]:
+    """Inside, a first Ctrl-C is only noted: cut in half, an update would be neither done nor undone."""
+    before = signal.getsignal(signal.SIGINT)
+    noted: float | None = None
+
+    def note(number: int, frame: object) -> None:
+        nonlocal noted
+        if noted is not None:
+            if ranks.world() > 1 and time.monotonic() - noted < REPEATED_S:
+                return
+            raise KeyboardInterrupt
+        noted = time.monotonic()
+        print("\nstopping after this step (Ctrl-C again: at once)", file=sys.stderr)
+
+    # Only the main thread may do this, and who runs us in the background may have it ignored.
+    mine = threading.current_thread() is threading.main_thread() and callable(before)
+    if mine:
+        signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: noted is not None
+    finally:
+        if mine:
+            signal.signal(signal.SIGINT, before)
+
+
+def _save(
+    folder: Path,
+    updates: Optimizers,
+    extra: Mapping[str, Tensor],
+    step: int,
+    elapsed_s: float,
+    identity: str,
+) -> None:
+    tensors: dict[str, Tensor] = {f"extra.{name}": tensor.detach().contiguous() for name, tensor in extra.items()}
+    for name, parameter in updates.named.items():
+        tensors[f"parameter.{name}"] = parameter.detach().contiguous()
+        for key, value in updates.state(name).items():
+            tensors[f"{key}.{name}"] = value.contiguous()
+    header = {"step": step, "elapsed_s": elapsed_s, "identity": identity}
+
+    with new_folder(folder) as temp:
+        save_file(tensors, temp / "state.safetensors")
+        (temp / "state.json").write_text(json.dumps(header))
+
+
+def _resume(
+    folder: Path,
+    updates: Optimizers,
+    extra: Mapping[str, Tensor],
+    identity: str,
+) -> tuple[int, float]:
+    ranks.on_main(lambda: recover_folder(folder))
+    if not (folder / "state.json").exists():
+        return 0, 0.0
+    header = json.loads((folder / "state.json").read_text())
+    if header["identity"] != identity:
+        raise MoexpError(
+            "the checkpoint was written by another run",
+            where=str(folder),
+            valid=f"identity {identity}, or another --out",
+        )
+    with safe_open(folder / "state.safetensors", "pt") as saved, torch.no_grad():
+        keys = set(saved.keys())
+        for name, tensor in extra.items():
+            tensor.copy_(saved.get_tensor(f"extra.{name}"))
+        for name, parameter in updates.named.items():
+            parameter.copy_(saved.get_tensor(f"parameter.{name}"))
+            state = {key: saved.get_tensor(f"{key}.{name}") for key in STATE if f"{key}.{name}" in keys}
+            if state:
+                updates.restore(name, state)
+    return int(header["step"]), float(header["elapsed_s"])

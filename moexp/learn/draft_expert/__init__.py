@@ -1,0 +1,1 @@
+"""DraftExpert's self-distillation."""

@@ -1,0 +1,1 @@
+"""Training of draft heads: EAGLE-3, MTP, GTO."""

@@ -1,0 +1,128 @@
+"""Head steps as decoding makes them, for all positions of a row at once: what EAGLE-3, MTP and GTO train on.
+
+Step 0 runs every pair (target state t, token t + 1) under a causal mask. From each root t a chain goes on: step s feeds
+the head's own output of step s - 1 with the next token, at position t + s, and sees the true pairs up to its root t and
+the earlier steps of its own chain, nothing else. That is the cache that a drafter has after verifying up to t, so
+training meets what decoding meets (EAGLE-3's training-time test).
+
+Published training code masks one true pair more at each step (t at step 1, then t - 1, and so on), which a drafter's
+cache does hold; here the mask is the drafter's.
+
+Shape suffixes: B rows, L tokens a row, n = L - 1 true pairs, R roots a row, K pairs seen, F, H as in `draft_head`,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from moexp.learn.core.experts import training_implementation
+from moexp.target.heads.head import DraftHead, TapeCache
+from moexp.target.spec import MoESpec
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the frozen target computed for token rows.
+
+    Attributes:
+        features_BLF: outputs of the layers that a head reads, side by side; the final state where it reads none.
+        final_BLH: states after the last norm.
+    """
+
+    features_BLF: Tensor
+    final_BLH: Tensor
+
+
+class TargetPass:
+    """Runs the frozen target over rows and keeps what a head reads of it.
+
+    Args:
+        model: causal language model with its experts in memory; frozen, and set to an experts implementation that
+            suits whole rows.
+        feature_layers: see `DraftHead`.
+    """
+
+    def __init__(self, model: PreTrainedModel, feature_layers: tuple[int, ...]) -> None:
+        self.model, self.feature_layers = model, feature_layers
+        spec = MoESpec.from_config(model.config)
+        model.set_experts_implementation(training_implementation(spec.num_experts, spec.expert_width))
+        model.eval().requires_grad_(False)
+
+    @torch.no_grad()
+    def __call__(self, rows_BL: Tensor, cache: DynamicCache | None = None) -> Seen:
+        """One pass over rows of token ids; `cache` keeps the keys for passes behind it."""
+        kept: dict[int, Tensor] = {}
+        base: Any = self.model.model
+        handles = [base.layers[n].register_forward_hook(_keep(kept, n)) for n in sorted(set(self.feature_layers))]
+        try:
+            final_BLH = base(input_ids=rows_BL, cache=cache, use_cache=cache is not None).last_hidden_state
+        finally:
+            for handle in handles:
+                handle.remove()
+        features = [kept[n] for n in self.feature_layers]
+        return Seen(torch.cat(features, dim=-1) if features else final_BLH, final_BLH)
+
+
+def _keep(kept: dict[int, Tensor], layer: int) -> Callable[..., None]:
+    def hook(_module: torch.nn.Module, _args: Any, output: Any) -> None:
+        kept[layer] = output[0] if isinstance(output, tuple) else output
+
+    return hook
+
+
+class Chains:
+    """Chains of head steps from roots in all rows.
+
+    Attributes:
+        hidden: the head's output [B, R, H] of the last step of every chain.
+        roots: positions [R] of the roots: at first all n.
+        depth: steps made beyond step 0.
+    """
+
+    def __init__(self, head: DraftHead, rows_BL: Tensor, features_BLF: Tensor) -> None:
+        self.head = head
+        self.pairs = rows_BL.shape[1] - 1
+        self.cache, self.depth = TapeCache(), 0
+        self.roots = torch.arange(self.pairs, device=rows_BL.device)
+        seed_BnH = head.seed(features_BLF[:, :-1])
+        self.hidden = head(rows_BL[:, 1:], seed_BnH, self.roots[None], None, self.cache)
+
+    def fork(self, roots_R: Tensor | None = None) -> Chains:
+        """Chains from the same true pairs, with some of the roots or all. Must not have gone beyond step 0."""
+        assert self.depth == 0
+        other = object.__new__(Chains)
+        other.head, other.pairs, other.cache, other.depth = self.head, self.pairs, self.cache.fork(), 0
+        other.roots = self.roots if roots_R is None else roots_R
+        other.hidden = self.hidden if roots_R is None else self.hidden[:, roots_R]
+        return other
+
+    def extend(self, tokens_BR: Tensor) -> Tensor:
+        """One further step of every chain, with `tokens_BR` as its tokens; gives the new `hidden`."""
+        self.depth += 1
+        mask_1RK = chain_mask(self.roots, self.pairs, self.depth)[None]
+        self.hidden = self.head(tokens_BR, self.hidden, (self.roots + self.depth)[None], mask_1RK, self.cache)
+        return self.hidden
+
+
+def chain_mask(roots_R: Tensor, pairs: int, depth: int) -> Tensor:
+    """Who sees whom at step `depth`, bool [R, pairs + depth R]: true pairs up to the root, then the own chain's steps,
+    which were appended step by step, one for each root.
+    """
+    true_Rn = torch.arange(pairs, device=roots_R.device)[None] <= roots_R[:, None]
+    own_RR = torch.eye(len(roots_R), dtype=torch.bool, device=roots_R.device)
+    return torch.cat([true_Rn, own_RR.repeat(1, depth)], dim=1)
+
+
+def tokens_at_step(rows_BL: Tensor, step: int) -> Tensor:
+    """The text's tokens for step `step` of the chains from all n roots: token t + 1 + step of root t; behind the end
+    of a row (its last `step` roots) the last token, which is not to be counted.
+    """
+    places = torch.arange(1, rows_BL.shape[1], device=rows_BL.device) + step
+    return rows_BL[:, places.clamp_max(rows_BL.shape[1] - 1)]

@@ -1,0 +1,198 @@
+"""Draft trees from many roots of a batch at once, and what they are worth under the target: for training on trees.
+
+Growing follows the decoding policy: at each level the children of all nodes compete, the `width` of most path
+probability stay, and of all nodes the `budget` best are kept at the end (equal scores: the parent first, so what is
+kept hangs together). Nodes are drafted tokens; the root, a token that is known, is not among them.
+
+Shape suffixes: B rows, L tokens a row, n true pairs, R roots a row, W width, N = W x depth nodes, T nodes of a target
+step, K keys it sees, H hidden size, D draft vocabulary, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from moexp.learn.heads.chains import Chains, Seen
+from moexp.learn.heads.loss import CHUNK
+
+
+@dataclass(frozen=True)
+class Trees:
+    """One tree for each root of each row; nodes are in order of levels, `width` a level.
+
+    Attributes:
+        tokens_BRN: target ids.
+        parents_BRN: node number of the parent, -1 for the root.
+        ancestors_BRNN: bool, [.., i, j] where j is on the path to i or is i.
+        scores_BRN: log of the path's probability under the head.
+        kept_BRN: bool, what is left after pruning.
+        depths_N: level of a node, from 1.
+    """
+
+    tokens_BRN: Tensor
+    parents_BRN: Tensor
+    ancestors_BRNN: Tensor
+    scores_BRN: Tensor
+    kept_BRN: Tensor
+    depths_N: Tensor
+
+    def with_roots_of(self, other: Trees) -> Trees:
+        """The trees of both, side by side along R."""
+        return Trees(
+            tokens_BRN=torch.cat([self.tokens_BRN, other.tokens_BRN], dim=1),
+            parents_BRN=torch.cat([self.parents_BRN, other.parents_BRN], dim=1),
+            ancestors_BRNN=torch.cat([self.ancestors_BRNN, other.ancestors_BRNN], dim=1),
+            scores_BRN=torch.cat([self.scores_BRN, other.scores_BRN], dim=1),
+            kept_BRN=torch.cat([self.kept_BRN, other.kept_BRN], dim=1),
+            depths_N=self.depths_N,
+        )
+
+
+@torch.no_grad()
+def grow_trees(chains: Chains, *, depth: int, width: int, budget: int | None = None) -> Trees:
+    """Drafts a tree from every root of chains that stand at step 0.
+
+    Args:
+        depth: levels.
+        width: nodes that stay at each level, and children that a node proposes.
+        budget: nodes to keep of each tree; None keeps all.
+    """
+    head, cache = chains.head, chains.cache.fork()
+    batch, roots = chains.hidden.shape[:2]
+    log_q_BRD = head.logits(chains.hidden).log_softmax(-1)
+    score_BRW, draft_BRW = log_q_BRD.topk(width, dim=-1)
+    token_BRW, parent_BRW = head.target_ids(draft_BRW), torch.full_like(draft_BRW, -1)
+    state_BRWH = chains.hidden[:, :, None].expand(-1, -1, width, -1)
+    above_BRWN = torch.eye(width, dtype=torch.bool, device=token_BRW.device).expand(batch, roots, width, width)
+    tokens, parents, scores, above = [token_BRW], [parent_BRW], [score_BRW], [above_BRWN]
+    for level in range(1, depth):
+        out_BTH = head(
+            token_BRW.flatten(1),
+            state_BRWH.flatten(1, 2),
+            (chains.roots + level).repeat_interleave(width)[None],
+            _node_mask(chains.roots, chains.pairs, above_BRWN, width),
+            cache,
+        )
+        out_BRWH = out_BTH.view(batch, roots, width, -1)
+        child_BRWC, draft_BRWC = head.logits(out_BRWH).log_softmax(-1).topk(width, dim=-1)
+        score_BRW, best_BRW = (score_BRW[..., None] + child_BRWC).flatten(2).topk(width, dim=-1)
+        local_BRW = best_BRW // width
+        token_BRW = head.target_ids(draft_BRWC.flatten(2).gather(2, best_BRW))
+        state_BRWH = out_BRWH.gather(2, local_BRW[..., None].expand(-1, -1, -1, out_BRWH.shape[-1]))
+        inherited = above_BRWN.gather(2, local_BRW[..., None].expand(-1, -1, -1, above_BRWN.shape[-1]))
+        own = torch.eye(width, dtype=torch.bool, device=token_BRW.device).expand(batch, roots, width, width)
+        above_BRWN = torch.cat([inherited, own], dim=-1)
+        tokens.append(token_BRW)
+        parents.append(local_BRW + (level - 1) * width)
+        scores.append(score_BRW)
+        above.append(above_BRWN)
+    nodes = depth * width
+    scores_BRN = torch.cat(scores, dim=2)
+    order_BRN = scores_BRN.argsort(dim=2, descending=True, stable=True)
+    kept_BRN = torch.zeros_like(scores_BRN, dtype=torch.bool).scatter(2, order_BRN[..., : budget or nodes], True)
+    return Trees(
+        tokens_BRN=torch.cat(tokens, dim=2),
+        parents_BRN=torch.cat(parents, dim=2),
+        ancestors_BRNN=torch.cat([F.pad(part, (0, nodes - part.shape[-1])) for part in above], dim=2),
+        scores_BRN=scores_BRN,
+        kept_BRN=kept_BRN,
+        depths_N=torch.arange(1, depth + 1, device=token_BRW.device).repeat_interleave(width),
+    )
+
+
+def _node_mask(roots_R: Tensor, pairs: int, above_BRWN: Tensor, width: int) -> Tensor:
+    """Bool [B, R W, n + levels R W]: true pairs up to the root, then of each level the ancestors in the own tree."""
+    batch, roots, _, nodes = above_BRWN.shape
+    true_Rn = torch.arange(pairs, device=roots_R.device)[None] <= roots_R[:, None]
+    true_BTn = true_Rn.repeat_interleave(width, dim=0)[None].expand(batch, -1, -1)
+    same_RR = torch.eye(roots, dtype=torch.bool, device=roots_R.device)
+    # [B, R, W, level, R', W']: the cache holds level after level, in each root after root.
+    by_level = above_BRWN.view(batch, roots, width, nodes // width, 1, width)
+    own = by_level & same_RR.view(1, roots, 1, 1, roots, 1)
+    return torch.cat([true_BTn, own.reshape(batch, roots * width, -1)], dim=2)
+
+
+@torch.no_grad()
+def read_target(
+    model: PreTrainedModel, cache: DynamicCache, seen: Seen, roots_R: Tensor, trees: Trees
+) -> tuple[Tensor, Tensor]:
+    """What the target says to the nodes, by one pass over all trees behind the rows it has just read.
+
+    Args:
+        cache: keys of the rows, as `TargetPass` left them; extended by the trees.
+        seen: of the same pass.
+        roots_R: positions of the roots' states; the token behind each is known.
+
+    Returns:
+        log p_BRN, the target's log-probability of each node given its path, and hit_BRN, whether it is the target's
+        most likely token there.
+    """
+    batch, roots, nodes = trees.tokens_BRN.shape
+    length = seen.final_BLH.shape[1]
+    inner = int((trees.depths_N < trees.depths_N[-1]).sum())  # the last level has no children to be judged
+    states_BRPH = seen.final_BLH[:, roots_R + 1][:, :, None]
+    if inner:
+        own_BRPP = trees.ancestors_BRNN[:, :, :inner, :inner]
+        same_RR = torch.eye(roots, dtype=torch.bool, device=roots_R.device)
+        tree_BTT = (own_BRPP[:, :, :, None] & same_RR[None, :, None, :, None]).reshape(batch, roots * inner, -1)
+        known_RL = torch.arange(length, device=roots_R.device)[None] <= roots_R[:, None] + 1
+        known_BTL = known_RL.repeat_interleave(inner, dim=0)[None].expand(batch, -1, -1)
+        positions_RP = roots_R[:, None] + 1 + trees.depths_N[None, :inner]
+        base: Any = model.model
+        out_BTH = base(
+            input_ids=trees.tokens_BRN[:, :, :inner].flatten(1),
+            cache=cache,
+            use_cache=True,
+            attention_mask=torch.cat([known_BTL, tree_BTT], dim=2)[:, None],
+            position_ids=positions_RP.flatten()[None],
+        ).last_hidden_state
+        states_BRPH = torch.cat([states_BRPH, out_BTH.view(batch, roots, inner, -1)], dim=2)
+    # Row 0 of the states is the root's, row 1 + i that of node i.
+    index_BRNH = (trees.parents_BRN + 1)[..., None].expand(-1, -1, -1, states_BRPH.shape[-1])
+    parent_TH = states_BRPH.gather(2, index_BRNH).flatten(0, 2)
+    head: Any = model.get_output_embeddings()
+    log_p, hit = [], []
+    for part_CH, token_C in zip(parent_TH.split(CHUNK), trees.tokens_BRN.flatten().split(CHUNK), strict=True):
+        logits_CV = F.linear(part_CH, head.weight).float()
+        log_p.append(logits_CV.gather(1, token_C[:, None])[:, 0] - logits_CV.logsumexp(-1))
+        hit.append(logits_CV.argmax(-1) == token_C)
+    return torch.cat(log_p).view(batch, roots, nodes), torch.cat(hit).view(batch, roots, nodes)
+
+
+def tree_rewards(trees: Trees, log_p_BRN: Tensor, *, eta: float) -> tuple[Tensor, Tensor]:
+    """Draft tree reward (GTO, equations 3 to 5) and expected accepted tokens of each tree.
+
+    A kept branch is worth L = the sum of its prefixes' probabilities under the target; the reward is
+    (1 / eta) log sum exp(eta L) over branches. The second value, the sum of path probabilities over all kept nodes,
+    is the number of drafted tokens that verification accepts on average at temperature 1.
+
+    Returns:
+        reward_BR, expected_BR.
+    """
+    ancestors = trees.ancestors_BRNN.to(log_p_BRN.dtype)
+    path_BRN = (ancestors @ log_p_BRN[..., None])[..., 0].exp()
+    worth_BRN = (ancestors @ path_BRN[..., None])[..., 0]
+    children_BRN1 = path_BRN.new_zeros(*path_BRN.shape[:2], path_BRN.shape[2] + 1)
+    children_BRN1.scatter_add_(2, trees.parents_BRN + 1, trees.kept_BRN.to(path_BRN.dtype))
+    leaf_BRN = trees.kept_BRN & (children_BRN1[..., 1:] == 0)
+    reward_BR = (eta * worth_BRN).masked_fill(~leaf_BRN, float("-inf")).logsumexp(-1) / eta
+    return reward_BR, (path_BRN * trees.kept_BRN).sum(-1)
+
+
+def accepted_paths(trees: Trees, hit_BRN: Tensor) -> tuple[Tensor, Tensor]:
+    """The longest path of kept nodes that the target itself would choose, token by token.
+
+    Returns:
+        tokens_BRd (0 behind the path) and lengths_BR.
+    """
+    wrong_BRN = (trees.ancestors_BRNN & ~(hit_BRN & trees.kept_BRN)[:, :, None, :]).any(-1)
+    depth = int(trees.depths_N[-1])
+    # Siblings are distinct tokens, so at most one node a level is right.
+    tokens_BRd = (trees.tokens_BRN * ~wrong_BRN).unflatten(2, (depth, -1)).sum(-1)
+    return tokens_BRd, (~wrong_BRN).sum(-1)

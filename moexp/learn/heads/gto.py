@@ -1,0 +1,188 @@
+"""Group Tree Optimization (arXiv 2509.22134): an EAGLE-3 head goes on learning with the reward of whole draft trees.
+
+At groups of m adjacent positions, trees are drafted by the head M and by its frozen start M0, and one target pass
+values both. The debiased reward R = reward(M's tree) - reward(M0's tree) (equation 9) is standardised within its group
+to an advantage A (equation 10). Along the longest path of M's tree that the target accepts, of length l, the ratio
+s = (M(path) / M0(path))^(1/l) (equation 11) enters a clipped surrogate, -min(s A, clip(s, 1 - e, 1 + e) A)
+(equation 12), which is added to EAGLE-3's token loss with a weight (equation 13). Nothing is sampled.
+
+The paper leaves open what "accepted" means for the path (here: greedily, as at temperature 0), and gives no value for
+e and for the floor of the standard deviation.
+
+Shape suffixes: B rows, R roots a row (groups x m), d depth of the trees.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from moexp.base.errors import MoexpError
+from moexp.learn.core.loop import Metrics, own_rows
+from moexp.learn.heads.chains import Chains, Seen, TargetPass
+from moexp.learn.heads.draft_tree import accepted_paths, grow_trees, read_target, tree_rewards
+from moexp.learn.heads.eagle import HeadSettings, OnStep, eagle_loss, head_autocast, train_head
+from moexp.target.heads.eagle_head import EagleHead
+from moexp.target.heads.head import frozen_copy
+
+
+@dataclass(frozen=True)
+class TreeSettings:
+    """The tree part of the loss; defaults are the paper's where it gives them.
+
+    Attributes:
+        depth, width, budget: shape of the trees, as drafted in decoding (`draft_tree.grow_trees`).
+        groups: K, groups a row.
+        group: m, adjacent positions a group.
+        eta: sharpness of the reward's smooth maximum over branches.
+        weight: omega, of the surrogate beside the token loss.
+        clip: epsilon, how far the ratio may move the loss.
+        floor: added to the standard deviation. At the start M = M0 and all rewards are rounding noise, which this
+            keeps from being blown up to advantages of order one.
+    """
+
+    depth: int = 3
+    width: int = 2
+    budget: int | None = None
+    groups: int = 2
+    group: int = 8
+    eta: float = 1.0
+    weight: float = 0.5
+    clip: float = 0.2
+    floor: float = 1e-3
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "width", "groups", "group"):
+            if getattr(self, name) < 1:
+                raise MoexpError(f"{name} {getattr(self, name)}", valid="from 1")
+        if self.group < 2:
+            raise MoexpError("groups of one position have no standard deviation", valid="group from 2")
+
+
+def train_gto(
+    head: EagleHead,
+    model: PreTrainedModel,
+    corpus_NL: Tensor,
+    settings: HeadSettings,
+    tree: TreeSettings,
+    *,
+    checkpoint: Path | None = None,
+    identity: str = "",
+    on_step: OnStep = lambda step, metrics: None,
+) -> int:
+    """Goes on training `head` (fp32) in place; returns the updates made. Resumes exactly.
+
+    The reference is the head as it is given: a resumed run must be given the same one again, before any update.
+
+    Metrics: those of `train_eagle`, and `reward`, `reward_reference`, `expected` and `expected_reference` (drafted
+    tokens accepted on average at temperature 1), `path` (mean length of the accepted path), `ratio`, `clipped` (share).
+    """
+    reference = frozen_copy(head)
+    target = TargetPass(model, head.feature_layers)
+
+    def step_fn(step: int) -> Metrics:
+        rows = own_rows(len(corpus_NL), settings.rows, step, settings.seed)
+        rows_BL = corpus_NL[rows].long().to(model.device)
+        cache = DynamicCache(config=model.config)
+        seen = target(rows_BL, cache)
+        with head_autocast(model, settings.autocast):
+            chains = Chains(head, rows_BL, seen.features_BLF)
+        token_loss, metrics = eagle_loss(chains, rows_BL, seen, model, settings)
+        roots_R = group_roots(rows_BL.shape[1] - 1, tree, settings.seed, step)
+        with head_autocast(model, settings.autocast):
+            loss, more = tree_loss(chains, reference, rows_BL, seen, model, cache, roots_R.to(rows_BL.device), tree)
+        total = token_loss + tree.weight * loss
+        total.backward()
+        return {**metrics, **more, "loss": float(total.detach())}
+
+    return train_head(head, settings, step_fn, checkpoint, identity, on_step)
+
+
+def group_roots(pairs: int, tree: TreeSettings, seed: int, step: int) -> Tensor:
+    """The roots of a step: `groups` runs of `group` adjacent positions that do not overlap, at random places.
+
+    Raises:
+        MoexpError: rows too short for so many groups.
+    """
+    if tree.groups * tree.group > pairs:
+        raise MoexpError(
+            f"{tree.groups} groups of {tree.group} positions in rows of {pairs + 1} tokens",
+            valid=f"up to {pairs // tree.group} groups",
+        )
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    offset = int(torch.randint(pairs % tree.group + 1, (), generator=generator))
+    chosen_K = torch.randperm(pairs // tree.group, generator=generator)[: tree.groups].sort().values
+    return (offset + chosen_K[:, None] * tree.group + torch.arange(tree.group)).flatten()
+
+
+def tree_loss(
+    chains: Chains,
+    reference: EagleHead,
+    rows_BL: Tensor,
+    seen: Seen,
+    model: PreTrainedModel,
+    cache: DynamicCache,
+    roots_R: Tensor,
+    tree: TreeSettings,
+) -> tuple[Tensor, Metrics]:
+    """Equation 12 over all groups of a batch, and metrics.
+
+    Args:
+        chains: of the head that learns, at step 0, with its graph.
+        cache: the target's keys of the rows; extended.
+    """
+    with torch.no_grad():
+        fixed = Chains(reference, rows_BL, seen.features_BLF)
+        mine, theirs = (
+            grow_trees(start.fork(roots_R), depth=tree.depth, width=tree.width, budget=tree.budget)
+            for start in (chains, fixed)
+        )
+        log_p, hit = read_target(model, cache, seen, torch.cat([roots_R, roots_R]), mine.with_roots_of(theirs))
+        roots = len(roots_R)
+        reward_BR, expected_BR = tree_rewards(mine, log_p[:, :roots], eta=tree.eta)
+        base_BR, base_expected_BR = tree_rewards(theirs, log_p[:, roots:], eta=tree.eta)
+        tokens_BRd, length_BR = accepted_paths(mine, hit[:, :roots])
+        advantage_BR = group_advantages(reward_BR - base_BR, tree.group, tree.floor)
+        old_BR = path_log_likelihood(fixed.fork(roots_R), tokens_BRd, length_BR)
+    new_BR = path_log_likelihood(chains.fork(roots_R), tokens_BRd, length_BR)
+    ratio_BR = ((new_BR - old_BR) / length_BR.clamp_min(1)).exp()
+    loss = clipped_surrogate(ratio_BR, advantage_BR, tree.clip)
+    outside = (ratio_BR - 1).abs() > tree.clip
+    metrics = {
+        "reward": reward_BR, "reward_reference": base_BR,
+        "expected": expected_BR, "expected_reference": base_expected_BR,
+        "path": length_BR.float(), "ratio": ratio_BR.detach(), "clipped": outside.float(),
+    }  # fmt: skip
+    return loss, {name: float(value.mean()) for name, value in metrics.items()}
+
+
+def group_advantages(reward_BR: Tensor, group: int, floor: float) -> Tensor:
+    """Equation 10: rewards minus the mean of their group, over its standard deviation (of the population)."""
+    grouped = reward_BR.unflatten(1, (-1, group))
+    centred = grouped - grouped.mean(-1, keepdim=True)
+    return (centred / (grouped.std(-1, correction=0, keepdim=True) + floor)).flatten(1)
+
+
+def clipped_surrogate(ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
+    """Equation 12, the mean over all positions."""
+    bounded = ratio.clamp(1 - clip, 1 + clip)
+    return -torch.minimum(ratio * advantage, bounded * advantage).mean()
+
+
+def path_log_likelihood(chains: Chains, tokens_BRd: Tensor, length_BR: Tensor) -> Tensor:
+    """log q [B, R] of the first `length` tokens of each root's path, drafted step by step; 0 for empty paths."""
+    head = chains.head
+    total_BR = torch.zeros(length_BR.shape, device=length_BR.device)
+    longest = int(length_BR.max())
+    for step in range(longest):
+        log_q_BRD = head.logits(chains.hidden).log_softmax(-1)
+        draft_BR = head.draft_ids(tokens_BRd[..., step]).clamp_min(0)
+        taken_BR = log_q_BRD.gather(2, draft_BR[..., None])[..., 0]
+        total_BR = total_BR + torch.where(step < length_BR, taken_BR, 0.0)
+        if step + 1 < longest:
+            chains.extend(tokens_BRd[..., step])
+    return total_BR

@@ -1,0 +1,1 @@
+"""Training of EcoSpec's expert predictor, and its baselines."""

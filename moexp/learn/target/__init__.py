@@ -1,0 +1,1 @@
+"""Building the embedded target: repair by distillation, and its quality."""

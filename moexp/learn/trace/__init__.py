@@ -1,0 +1,1 @@
+"""Routing traces: recording and statistics."""

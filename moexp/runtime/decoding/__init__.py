@@ -1,0 +1,1 @@
+"""Decoding loops: propose, predict, select, prefetch, verify, commit."""

@@ -1,0 +1,1 @@
+"""Which tokens might come next: chains by a draft path, and trees."""

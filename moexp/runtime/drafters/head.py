@@ -1,0 +1,100 @@
+"""Draft trees from a head on the target's hidden states: EAGLE-3, MTP, or a GTO-trained head.
+
+Pair t of the head is the target's state at position t and the token at t + 1 (`target/draft_head.py`). True pairs stay
+in the head's cache for the whole request; those of a tree, made of the head's own states, are forgotten after each
+cycle. The head is resident, so drafting demands no routed expert at all.
+
+Shape suffixes: F width of what a head reads of the target, H width of the head, T pairs of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moexp.runtime.drafters.tree import DraftTree, TreeBuilder, TreeShape
+from moexp.runtime.engine.engine import Engine
+from moexp.target.heads.head import HeadCache
+
+
+class HeadTreeDrafter:
+    """Grows trees with an engine's draft head.
+
+    Args:
+        engine: with a draft head; a prompt has been prefilled.
+        shape: of the trees.
+        prompt_ids: the whole prompt, its pending last token included.
+    """
+
+    top_r = 0  # routed experts that a drafted token uses
+
+    def __init__(self, engine: Engine, shape: TreeShape, prompt_ids: Sequence[int]) -> None:
+        assert engine.draft_head is not None
+        self.engine, self.head, self.shape = engine, engine.draft_head, shape
+        self.cache = HeadCache()
+        self._root_H: Tensor | None = None
+        states_PF = engine.take_features()
+        if states_PF is not None:
+            self._extend(states_PF, prompt_ids[1:])
+
+    @torch.no_grad()
+    def grow(self, pending: int, steps: int) -> tuple[DraftTree, dict[int, np.ndarray]]:
+        """A tree of at most `steps` steps; a head predicts no routing. Without any true pair (a prompt of one token)
+        there is nothing to draft from, and the tree is its root.
+        """
+        if self._root_H is None:
+            return DraftTree.chain(pending, [], []), {}
+        shape, true_pairs = self.shape, self.cache.length
+        builder = TreeBuilder(pending, TreeShape(min(steps, shape.steps), shape.width, shape.beam, shape.pruned))
+        hidden: dict[int, Tensor] = {0: self._root_H}
+        place: dict[int, int] = {}  # nodes' pairs in the cache
+        while not builder.done:
+            if builder.steps:
+                self._step(builder, hidden, place, true_pairs)
+            states_TH = torch.stack([hidden[node] for node in builder.expanded])
+            log_probs_TD = self.head.logits(states_TH[None])[0].log_softmax(-1)
+            best_TC, draft_TC = log_probs_TD.topk(shape.width, dim=-1)
+            builder.extend(self.head.target_ids(draft_TC).cpu().numpy(), best_TC.double().cpu().numpy())
+        self.cache.rollback(true_pairs)
+        return builder.tree, {}
+
+    def committed(self, rows: Sequence[int], emitted: Sequence[int]) -> None:
+        """The true pairs of a verified path.
+
+        Args:
+            rows: of the last step, those whose keys and values stay: the path from its root.
+            emitted: the token behind each of them; the last is pending.
+        """
+        states_BF = self.engine.take_features()
+        assert states_BF is not None
+        self._extend(states_BF[list(rows)], emitted)
+
+    @torch.no_grad()
+    def _extend(self, states_TF: Tensor, tokens: Sequence[int]) -> None:
+        count = len(tokens)
+        assert len(states_TF) == count, (states_TF.shape, count)
+        ids_1T = torch.tensor([list(tokens)], device=states_TF.device)
+        first = self.cache.length
+        positions_1T = torch.arange(first, first + count, device=states_TF.device)[None]
+        out_1TH = self.head(ids_1T, self.head.seed(states_TF[None]), positions_1T, None, self.cache)
+        self._root_H = out_1TH[0, -1]
+
+    def _step(self, builder: TreeBuilder, hidden: dict[int, Tensor], place: dict[int, int], true_pairs: int) -> None:
+        """Runs the pairs of the nodes to expand: each sees all true pairs, its ancestors' and itself."""
+        tree, nodes = builder.tree, builder.expanded
+        before = self.cache.length
+        mask_TK = torch.zeros(len(nodes), before + len(nodes), dtype=torch.bool)
+        mask_TK[:, :true_pairs] = True
+        for row, node in enumerate(nodes):
+            place[node] = before + row
+            mask_TK[row, [place[above] for above in tree.path(node)[1:]]] = True
+        device = hidden[0].device
+        parents = [int(tree.parents_N[node]) for node in nodes]
+        ids_1T = torch.tensor([tree.tokens_N[nodes].tolist()], device=device)
+        level = torch.tensor([[true_pairs - 1 + int(tree.depths_N[node]) for node in nodes]], device=device)
+        states_1TH = torch.stack([hidden[parent] for parent in parents])[None]
+        out_1TH = self.head(ids_1T, states_1TH, level, mask_TK[None].to(device), self.cache)
+        hidden.update((node, out_1TH[0, row]) for row, node in enumerate(nodes))

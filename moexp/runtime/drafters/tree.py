@@ -1,0 +1,245 @@
+"""Draft trees: candidate continuations of the pending token, and the arithmetic of their nodes.
+
+Pure numpy, shared by the runtime and the simulator. Node 0 is the root: the last token that was emitted, which is
+verified together with its candidates and counts towards the budget. A chain is a tree whose nodes have one child each.
+
+Shape suffixes: N nodes, S chosen nodes, F nodes that a draft step expands, C candidates of each, T rows of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from moexp.base.errors import MoexpError
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class DraftTree:
+    """An immutable tree of tokens. Parents stand before their children, and siblings are different tokens.
+
+    Attributes:
+        tokens_N: token ids; the root's first.
+        parents_N: node that each continues; -1 for the root.
+        log_probs_N: log of the draft's probability of each token given its path, at most 0; 0 for the root.
+        depths_N: edges from the root.
+        path_probs_N: P, the product of probabilities along the path from the root: never above the parent's.
+        children: of each node, in node order.
+    """
+
+    tokens_N: Ints
+    parents_N: Ints
+    log_probs_N: Floats
+    depths_N: Ints = field(init=False)
+    path_probs_N: Floats = field(init=False)
+    children: tuple[tuple[int, ...], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        tokens_N = np.array(self.tokens_N, dtype=np.int64)
+        parents_N = np.array(self.parents_N, dtype=np.int64)
+        log_probs_N = np.array(self.log_probs_N, dtype=np.float64)
+        assert tokens_N.ndim == 1 and tokens_N.shape == parents_N.shape == log_probs_N.shape
+        assert len(tokens_N) and parents_N[0] == -1 and log_probs_N[0] == 0, "node 0 is the root"
+        assert (log_probs_N <= 0).all(), "log-probabilities above 0, or NaN"
+        depths_N = np.zeros_like(parents_N)
+        # Products, not exponentials of sums: P(child) <= P(parent) then holds to the last bit.
+        path_probs_N = np.exp(log_probs_N)
+        children: list[list[int]] = [[] for _ in tokens_N]
+        for node, parent in enumerate(parents_N[1:].tolist(), start=1):
+            assert 0 <= parent < node, "a parent behind its child"
+            depths_N[node] = depths_N[parent] + 1
+            path_probs_N[node] *= path_probs_N[parent]
+            children[parent].append(node)
+        pairs = set(zip(parents_N.tolist(), tokens_N.tolist(), strict=True))
+        assert len(pairs) == len(tokens_N), "siblings of the same token"
+        for name, array in {
+            "tokens_N": tokens_N,
+            "parents_N": parents_N,
+            "log_probs_N": log_probs_N,
+            "depths_N": depths_N,
+            "path_probs_N": path_probs_N,
+        }.items():
+            array.setflags(write=False)
+            object.__setattr__(self, name, array)
+        object.__setattr__(self, "children", tuple(map(tuple, children)))
+
+    @classmethod
+    def chain(cls, root: int, tokens: Sequence[int], log_probs: Sequence[float]) -> DraftTree:
+        """The tree of one path: `root`, then each token as the child of the one before."""
+        count = len(tokens)
+        return cls(np.array([root, *tokens]), np.arange(-1, count), np.array([0.0, *log_probs]))
+
+    def __len__(self) -> int:
+        return len(self.tokens_N)
+
+    @property
+    def is_chain(self) -> bool:
+        return all(len(below) < 2 for below in self.children)
+
+    def path(self, node: int) -> list[int]:
+        """Nodes from the root to `node`, both included."""
+        path = [node]
+        while path[-1] != 0:
+            path.append(int(self.parents_N[path[-1]]))
+        return path[::-1]
+
+    def is_prefix_closed(self, nodes: Collection[int]) -> bool:
+        """Whether every node's parent is among them, and so the root."""
+        held = set(nodes)
+        return 0 in held and all(int(self.parents_N[node]) in held for node in held if node)
+
+    def depth_first(self, nodes: Collection[int] | None = None) -> list[int]:
+        """A prefix-closed set of nodes (all by default) in depth-first order, likelier children first.
+
+        The path of likeliest children then comes first, without gaps: where it is accepted, its keys and values already
+        lie where a chain's would.
+        """
+        held = set(range(len(self)) if nodes is None else nodes)
+        assert self.is_prefix_closed(held), "not prefix-closed"
+        order, waiting = [], [0]
+        while waiting:
+            node = waiting.pop()
+            order.append(node)
+            below = [child for child in self.children[node] if child in held]
+            waiting += sorted(below, key=lambda child: (self.path_probs_N[child], -child))
+        return order
+
+    def take(self, nodes: Sequence[int]) -> DraftTree:
+        """The sub-tree of a prefix-closed set of nodes, re-indexed in the order given.
+
+        Args:
+            nodes: the root first, parents before their children; node i of the result is nodes[i] here.
+        """
+        place = {int(node): at for at, node in enumerate(nodes)}
+        assert len(place) == len(nodes) and self.is_prefix_closed(place), "not a prefix-closed set"
+        at_S = np.array(nodes, dtype=np.int64)
+        parents = [place[parent] if parent >= 0 else -1 for parent in self.parents_N[at_S].tolist()]
+        return DraftTree(self.tokens_N[at_S], np.array(parents), self.log_probs_N[at_S])
+
+    def subtree(self, nodes: Collection[int]) -> DraftTree:
+        """The sub-tree of a prefix-closed set, in the order of `depth_first`."""
+        return self.take(self.depth_first(nodes))
+
+    def standing_path(self, stands_N: ArrayLike) -> list[int]:
+        """The accepted path: from the root down while a child stands (the first, if several do)."""
+        stands = np.asarray(stands_N, dtype=bool)
+        assert stands.shape == self.tokens_N.shape
+        path = [0]
+        while (after := next((child for child in self.children[path[-1]] if stands[child]), None)) is not None:
+            path.append(after)
+        return path
+
+    def mask(self, rows: int | None = None) -> NDArray[np.bool_]:
+        """Which nodes each node sees, [T, T]: itself and its ancestors.
+
+        Args:
+            rows: T, N by default; the rows of padding behind the nodes see themselves alone.
+        """
+        rows = len(self) if rows is None else rows
+        assert rows >= len(self)
+        mask_TT = np.eye(rows, dtype=bool)
+        for node, parent in enumerate(self.parents_N[1:].tolist(), start=1):
+            mask_TT[node] |= mask_TT[parent]
+        return mask_TT
+
+    def positions(self, start: int, rows: int | None = None) -> Ints:
+        """Position ids [T] of the nodes where the root's is `start`; padding repeats the last node's."""
+        rows = len(self) if rows is None else rows
+        assert rows >= len(self)
+        return start + np.pad(self.depths_N, (0, rows - len(self)), mode="edge")
+
+
+@dataclass(frozen=True)
+class TreeShape:
+    """How a tree is grown (EcoSpec, section 5.1: 3 steps, 2 tokens kept a step).
+
+    Attributes:
+        steps: draft steps; the depth.
+        width: candidates of each node that a step expands: the draft's likeliest tokens.
+        beam: nodes that the next step expands: the likeliest of a step's candidates, by P.
+        pruned: whether the other candidates leave the tree. Otherwise they stay, as leaves.
+
+    Raises:
+        MoexpError: a number below 1.
+    """
+
+    steps: int = 3
+    width: int = 2
+    beam: int = 2
+    pruned: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "width", "beam"):
+            if getattr(self, name) < 1:
+                raise MoexpError(f"{name} = {getattr(self, name)}", where=f"decode.tree.{name}", valid="from 1")
+
+    @property
+    def max_nodes(self) -> int:
+        """Nodes of a full tree, the root included."""
+        nodes, expanded = 1, 1
+        for _ in range(self.steps):
+            candidates = expanded * self.width
+            expanded = min(self.beam, candidates)
+            nodes += expanded if self.pruned else candidates
+        return nodes
+
+
+class TreeBuilder:
+    """Grows a draft tree step by step.
+
+    `expanded` says which nodes the next draft step runs (their mask and positions come from `tree`), `extend` takes
+    what it gave. Children are the draft's likeliest tokens and depend on the draft distribution alone: nothing is
+    drawn, which is what tree verification assumes.
+
+    Args:
+        root: the pending token.
+        shape: how the tree is grown.
+    """
+
+    def __init__(self, root: int, shape: TreeShape) -> None:
+        self.shape = shape
+        self.steps = 0
+        self.expanded: list[int] = [0]
+        self._tokens, self._parents, self._log_probs = [root], [-1], [0.0]
+        self._probs = [1.0]
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps are taken."""
+        return self.steps == self.shape.steps
+
+    @property
+    def tree(self) -> DraftTree:
+        """The tree so far. Nodes keep their numbers as it grows."""
+        return DraftTree(np.array(self._tokens), np.array(self._parents), np.array(self._log_probs))
+
+    def extend(self, tokens_FC: NDArray[np.integer], log_probs_FC: NDArray[np.floating]) -> None:
+        """Add one draft step's candidates.
+
+        Args:
+            tokens_FC: up to `width` different tokens for each node of `expanded`, in its order.
+            log_probs_FC: of the draft, given each node's path; what rounding put above 0 counts as 0.
+        """
+        assert not self.done
+        assert tokens_FC.shape == log_probs_FC.shape and len(tokens_FC) == len(self.expanded)
+        assert 1 <= tokens_FC.shape[1] <= self.shape.width
+        log_probs = np.minimum(np.asarray(log_probs_FC, dtype=np.float64), 0.0).ravel()
+        tokens, parents = tokens_FC.ravel(), np.repeat(self.expanded, tokens_FC.shape[1])
+        probs = np.array(self._probs)[parents] * np.exp(log_probs)
+        # A stable sort: of equally likely candidates the first is expanded.
+        best = np.argsort(-probs, kind="stable")[: self.shape.beam].tolist()
+        kept = sorted(best) if self.shape.pruned else list(range(len(probs)))
+        number = {candidate: len(self._tokens) + at for at, candidate in enumerate(kept)}
+        for candidate in kept:
+            self._tokens.append(int(tokens[candidate]))
+            self._parents.append(int(parents[candidate]))
+            self._log_probs.append(float(log_probs[candidate]))
+            self._probs.append(float(probs[candidate]))
+        self.expanded = [number[candidate] for candidate in best]
+        self.steps += 1

@@ -1,0 +1,1 @@
+"""One step of the target, the same for AR, drafting and verification."""

@@ -1,0 +1,150 @@
+"""Where the artifacts of a recipe lie, and how to open them: target folder, draft experts, store, engine, methods.
+
+Stages meet only here, through folders: each can be run alone, and what is there already is used as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from moexp.base.errors import MoexpError
+from moexp.config.locations import home, predictor_folder, require
+from moexp.config.recipe import Recipe
+from moexp.config.sections import DecodeSection, StoreSection
+
+if TYPE_CHECKING:
+    from moexp.runtime.decoding.method import Method
+    from moexp.runtime.engine.engine import Engine
+    from moexp.runtime.predictors.model import RoutingPredictor
+    from moexp.runtime.predictors.routing import ExpertPredictor
+    from moexp.runtime.store.store import ExpertStore
+    from moexp.runtime.verifiers.chain import Sampling
+    from moexp.target.draft_expert import DraftExperts
+    from moexp.target.heads.head import DraftHead
+    from moexp.target.load import Target
+
+
+def open_predictor(recipe: Recipe, target: Target, level: str | None = None) -> RoutingPredictor:
+    """The recipe's expert predictor, in the target's dtype.
+
+    Args:
+        level: a checkpoint that was kept on the way, a key of `moexp.learn.predictor.train.LEVELS`.
+
+    Raises:
+        MoexpError: not trained yet, never at that level, or trained for another target.
+    """
+    from moexp.runtime.predictors.files import HEADER, load_predictor
+    from moexp.target.load import drafters_identity
+
+    folder = predictor_folder(recipe)
+    command = f"moexp train-predictor --recipe {recipe.name}"
+    require((folder / HEADER).exists(), "the expert predictor is not trained", folder, command)
+    embedding: Any = target.model.get_input_embeddings()
+    identity = drafters_identity(target.folder)
+    loaded = load_predictor(folder / (level or ""), identity, embedding.weight, dtype=target.dtype)
+    return loaded.to(target.device)
+
+
+@contextmanager
+def opened_store(target: Target, section: StoreSection) -> Iterator[ExpertStore]:
+    """The store that a recipe's section describes, closed at the end.
+
+    Raises:
+        MoexpError: it is to keep the most demanded experts, and no routing trace of the target is there.
+    """
+    from moexp.runtime.store.pacing import Pacer
+    from moexp.runtime.store.policies import STATIC_HOT
+    from moexp.runtime.store.store import open_store
+    from moexp.target.load import drafters_identity
+
+    pace = section.pace
+    pacer = None if pace is None else Pacer(pace.bandwidth_gb_s * 1e9, pace.latency_us * 1e-6, pace.concurrency)
+    store = open_store(
+        target.index,
+        section.kind,
+        policy=section.policy,
+        demands=traced_demands(drafters_identity(target.folder)) if section.policy == STATIC_HOT else None,
+        budget_bytes=None if section.budget_mib is None else int(section.budget_mib * 2**20),
+        io_threads=section.io_threads,
+        pacer=pacer,
+        dtype=target.dtype,
+        device=target.device,
+    )
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def traced_demands(fingerprint: str) -> dict[tuple[int, int], float]:
+    """How often each expert (layer, expert) is used in the longest routing trace of a target under `home()`.
+
+    Raises:
+        MoexpError: there is none.
+    """
+    from moexp.data.traces import MANIFEST, expert_demands, read_manifest, read_trace
+
+    found = [(manifest.tokens, path.parent) for path in sorted((home() / "traces").glob(f"*/{MANIFEST}"))
+             if (manifest := read_manifest(path.parent)).complete and manifest.target == fingerprint]  # fmt: skip
+    if not found:
+        missing = f"static-hot needs a routing trace of target {fingerprint[:12]}"
+        raise MoexpError(missing, where=str(home() / "traces"), valid="run: moexp trace-routing")
+    return expert_demands(read_trace(max(found)[1], fingerprint))
+
+
+@contextmanager
+def opened_engine(
+    target: Target,
+    section: StoreSection,
+    draft_experts: DraftExperts | None = None,
+    draft_head: DraftHead | None = None,
+    predictors: Mapping[str, Callable[[], ExpertPredictor]] | None = None,
+) -> Iterator[Engine]:
+    """An engine over the target with a store of its own."""
+    from moexp.runtime.engine.engine import Engine
+
+    with opened_store(target, section) as store:
+        yield Engine(target, store, draft_experts=draft_experts, draft_head=draft_head, predictors=predictors)
+
+
+def predictors_of(recipe: Recipe, target: Target, method: Method) -> dict[str, Callable[[], ExpertPredictor]]:
+    """What makes the predictors that a method needs, for `Engine`: the recipe's trained one, where it asks for that.
+
+    Raises:
+        MoexpError: it is not trained yet, or for another target.
+    """
+    if method.tree is None or method.tree.predictor != "learned":
+        return {}
+    return {"learned": learned_predictor(recipe, target)}
+
+
+def learned_predictor(recipe: Recipe, target: Target, level: str | None = None) -> Callable[[], ExpertPredictor]:
+    """What makes learned predictors, one a request, that share the weights of `open_predictor`."""
+    from moexp.runtime.predictors.model import PredictorSession
+    from moexp.runtime.predictors.routing import LearnedPredictor
+
+    model = open_predictor(recipe, target, level)
+    return lambda: LearnedPredictor(PredictorSession(model))
+
+
+def method_of(section: DecodeSection) -> Method:
+    """The decoding method that a recipe's section describes."""
+    from moexp.runtime.decoding.method import Method, TreePlan
+    from moexp.runtime.drafters.tree import TreeShape
+
+    plan = None
+    if section.tree is not None:
+        tree = section.tree
+        shape = TreeShape(tree.steps, tree.width, tree.beam, tree.pruned)
+        plan = TreePlan(shape, tree.selector, tree.gamma, tree.epsilon, tree.predictor)
+    names = ("drafter", "r", "max_draft", "policy", "tau", "budget", "prefetch", "prefetch_top")
+    return Method(**{name: getattr(section, name) for name in names}, tree=plan)
+
+
+def sampling_of(section: DecodeSection, seed: int) -> Sampling:
+    """The sampling that a recipe's section describes."""
+    from moexp.runtime.verifiers.chain import Sampling
+
+    return Sampling(temperature=section.temperature, top_k=section.top_k, top_p=section.top_p, seed=seed)

@@ -1,0 +1,1 @@
+"""Which experts verifying a token would touch."""

@@ -1,0 +1,1 @@
+"""Which experts every pass asked for, kept for the simulator."""

@@ -1,0 +1,97 @@
+"""What a run folder keeps of one platform: settings, probes, and the records of every method and prompt."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moexp.base.errors import MoexpError
+from moexp.records import RequestRecord, StepRecord, read_records
+from moexp.tables.core.tags import MEASURED
+
+SETTINGS, PROBE, PROVENANCE = "settings.json", "probe.json", "provenance.json"
+
+
+NEW_TOKENS = "new_tokens"  # in the settings: what a run with a time limit settled on, a prompt
+
+
+PROBES = "probes.jsonl"
+
+
+STEPS, REQUESTS = "steps.jsonl", "requests.jsonl"
+"""Files of one platform's folder."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What one method did with one prompt."""
+
+    request: RequestRecord
+    steps: list[StepRecord]
+
+
+@dataclass
+class Measured:
+    """Everything that a run folder keeps of one platform.
+
+    Attributes:
+        settings: what was run (methods, prompts, store).
+        probe: what a step costs without loading, and what the link carries.
+        arms: method -> request -> what it did; complete requests only.
+        provenance: every invocation that measured something.
+    """
+
+    name: str
+    tag: str
+    settings: dict[str, Any]
+    probe: dict[str, Any]
+    arms: dict[str, dict[int, Arm]]
+    provenance: list[dict[str, Any]]
+
+
+def load_measured(folder: Path) -> Measured | None:
+    """One platform's records; None where nothing is complete."""
+    if not (folder / REQUESTS).exists():
+        return None
+    steps: dict[tuple[int, str], list[StepRecord]] = {}
+    for step in read_records(folder / STEPS, StepRecord, resuming=True):
+        steps.setdefault((step.request, step.method), []).append(step)
+    arms: dict[str, dict[int, Arm]] = {}
+    for request in read_records(folder / REQUESTS, RequestRecord, resuming=True):
+        mine = steps.get((request.request, request.method), [])
+        if sum(step.emitted for step in mine) != request.new_tokens:
+            raise MoexpError(
+                f"steps of request {request.request} by {request.method} are missing or doubled", where=str(folder)
+            )
+        arms.setdefault(request.method, {})[request.request] = Arm(request, mine)
+    if not arms:
+        return None
+    settings = read_json(folder / SETTINGS) or {}
+    return Measured(
+        name=folder.name,
+        tag=str(settings.get("tag", MEASURED)),
+        settings=settings,
+        probe=read_json(folder / PROBE) or {},
+        arms=arms,
+        provenance=invocations(folder),
+    )
+
+
+def invocations(folder: Path) -> list[dict[str, Any]]:
+    """Every invocation that had a part in a folder's records; empty where that is not recorded."""
+    return list((read_json(folder / PROVENANCE) or {}).get("invocations", []))
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object; None where there is no such file."""
+    if not path.exists():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise MoexpError(f"not readable as JSON: {error}", where=str(path)) from error
+    if not isinstance(value, dict):
+        raise MoexpError("not a JSON object", where=str(path))
+    return value

@@ -1,0 +1,1 @@
+"""EcoSpec's tables and figures."""
