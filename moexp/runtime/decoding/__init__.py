@@ -1,1 +1,1 @@
-"""Decoding loops: propose, predict, select, prefetch, verify, commit."""
+"""The decoding loop: propose, predict, select, prefetch, verify, commit."""

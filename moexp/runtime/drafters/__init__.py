@@ -1,1 +1,1 @@
-"""Which tokens might come next: chains by a draft path, and trees."""
+"""Drafters: which tokens might come next. `draft_tree` is pure; the others run the target or a head on its states."""

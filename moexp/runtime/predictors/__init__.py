@@ -1,1 +1,1 @@
-"""Which experts verifying a token would touch."""
+"""Expert predictors: which experts verifying a drafted token would touch."""

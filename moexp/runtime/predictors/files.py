@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModel
 from moexp.base.atomic import write_json, writing
 from moexp.base.errors import MoexpError
 from moexp.data.traces import TraceGeometry
-from moexp.runtime.predictors.model import Backbone, RoutingPredictor
+from moexp.runtime.predictors.backbone import Backbone
+from moexp.runtime.predictors.learned import RoutingPredictor
 from moexp.target.experts import checkpoint_files
 
 WEIGHTS, HEADER = "predictor.safetensors", "predictor.json"

@@ -1,1 +1,1 @@
-"""Which drafted tokens stand."""
+"""Verifiers: which drafted tokens stand. Pure functions of logits; output follows the target's distribution exactly."""

@@ -1,7 +1,7 @@
-"""Which nodes of a draft tree stand: greedy matching at T = 0, sampling without replacement at T > 0.
+"""Verification of a draft tree: greedy matching at T = 0, sampling without replacement at T > 0.
 
-The tree is fixed before the target is asked, so a child is a proposal of probability 1: chain speculative sampling
-(`verify.verify_sampled`) with a one-hot draft distribution, repeated over siblings. Child x is accepted with
+The tree is fixed before the target runs, so a child is a proposal of probability 1: chain speculative sampling
+(`moexp.runtime.verifiers.chain`) with a one-hot draft distribution, repeated over siblings. Child x is accepted with
 probability p(x); otherwise x is excluded, p renormalised, and the next sibling tried with what is left. The emitted
 tokens follow the target's distribution exactly, whatever the tree and however its nodes were selected.
 
@@ -11,38 +11,16 @@ Shape suffixes: N nodes, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moexp.runtime.drafters.tree import DraftTree
-from moexp.runtime.verifiers.chain import Sampler, Sampling, probabilities
+from moexp.runtime.drafters.draft_tree import DraftTree
+from moexp.runtime.verifiers.chain import Verdict
+from moexp.runtime.verifiers.sampling import Sampler, Sampling, probabilities
 
 
-@dataclass(frozen=True)
-class TreeVerdict:
-    """Nodes that stand.
-
-    Attributes:
-        path: accepted nodes, root first. Of a block in the tree's order these are the rows whose keys and values stay.
-        bonus: the target's own token behind them.
-    """
-
-    path: tuple[int, ...]
-    bonus: int
-
-    @property
-    def accepted(self) -> int:
-        """Drafted tokens that were accepted: the path without its root."""
-        return len(self.path) - 1
-
-    def tokens(self, tree: DraftTree) -> list[int]:
-        """What is emitted: the path's tokens behind the root, then the bonus."""
-        return [*tree.tokens_N[list(self.path[1:])].tolist(), self.bonus]
-
-
-def verify_tree(tree: DraftTree, logits_NV: Tensor, sampling: Sampling, sampler: Sampler) -> TreeVerdict:
+def verify_tree(tree: DraftTree, logits_NV: Tensor, sampling: Sampling, sampler: Sampler) -> Verdict:
     """Verify by the target's logits: greedily, or sampled from what `sampling` makes of them.
 
     Args:
@@ -62,17 +40,21 @@ def verify_tree(tree: DraftTree, logits_NV: Tensor, sampling: Sampling, sampler:
     return verify_tree_sampled(tree, p_at, sampler.flip, sampler.draw)
 
 
-def verify_tree_greedy(tree: DraftTree, target: Sequence[int]) -> TreeVerdict:
+def verify_tree_greedy(tree: DraftTree, target: Sequence[int]) -> Verdict:
     """Accept children while one of them is the target's own token.
 
     Args:
         tree: the nodes that were verified.
-        target: N tokens: what the target says behind each node.
+        target: N tokens: the target's behind each node.
     """
     assert len(target) == len(tree)
-    said = [target[parent] for parent in tree.parents_N[1:].tolist()]
-    path = tree.standing_path([True, *(tree.tokens_N[1:] == said)])
-    return TreeVerdict(tuple(path), int(target[path[-1]]))
+    path = [0]
+    while True:
+        token = int(target[path[-1]])
+        child = next((child for child in tree.children[path[-1]] if tree.tokens_N[child] == token), None)
+        if child is None:
+            return Verdict(tuple(path), token)
+        path.append(child)
 
 
 def verify_tree_sampled(
@@ -80,12 +62,12 @@ def verify_tree_sampled(
     p_at: Callable[[int], Tensor],
     flip: Callable[[float], bool],
     draw_from: Callable[[Tensor], int],
-) -> TreeVerdict:
+) -> Verdict:
     """Speculative sampling on a tree whose children were not drawn.
 
     Args:
         tree: the nodes that were verified; siblings are tried in node order.
-        p_at: the target's distribution [V] behind a node's path; asked once for each node of the accepted path.
+        p_at: the target's distribution [V] behind a node's path; called once for each node of the accepted path.
         flip: True with the given probability.
         draw_from: draws from a distribution.
 
@@ -96,7 +78,7 @@ def verify_tree_sampled(
     while True:
         child, left_V = _try_children(tree, path[-1], p_at(path[-1]), flip)
         if child is None:
-            return TreeVerdict(tuple(path), draw_from(left_V))
+            return Verdict(tuple(path), draw_from(left_V))
         path.append(child)
 
 
@@ -109,7 +91,7 @@ def _try_children(tree: DraftTree, node: int, p_V: Tensor, flip: Callable[[float
             return child, left_V
         rest_V = left_V.index_fill(-1, torch.tensor(token, device=left_V.device), 0.0)
         total = float(rest_V.sum())
-        if not total > 0:  # nothing else is left: only rounding has kept its probability below 1
+        if not total > 0:  # nothing else is left: only rounding keeps its probability below 1
             return child, left_V
         left_V = rest_V / total
     return None, left_V

@@ -1,6 +1,6 @@
 """Draft trees from a head on the target's hidden states: EAGLE-3, MTP, or a GTO-trained head.
 
-Pair t of the head is the target's state at position t and the token at t + 1 (`target/draft_head.py`). True pairs stay
+Pair t of the head is the target's state at position t and the token at t + 1 (`moexp.target.heads`). True pairs stay
 in the head's cache for the whole request; those of a tree, made of the head's own states, are forgotten after each
 cycle. The head is resident, so drafting demands no routed expert at all.
 
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from moexp.runtime.drafters.tree import DraftTree, TreeBuilder, TreeShape
+from moexp.runtime.drafters.draft_tree import DraftTree, TreeBuilder, TreeShape
+from moexp.runtime.drafters.self_tree import NodeRouting
 from moexp.runtime.engine.engine import Engine
 from moexp.target.heads.head import HeadCache
 
@@ -41,27 +41,27 @@ class HeadTreeDrafter:
             self._extend(states_PF, prompt_ids[1:])
 
     @torch.no_grad()
-    def grow(self, pending: int, steps: int) -> tuple[DraftTree, dict[int, np.ndarray]]:
-        """A tree of at most `steps` steps; a head predicts no routing. Without any true pair (a prompt of one token)
-        there is nothing to draft from, and the tree is its root.
+    def grow(self, pending: int, limit: int) -> tuple[DraftTree, NodeRouting]:
+        """A tree of at most `limit` steps; a head predicts no routing. Without any true pair (a prompt of one token)
+        the tree is its root.
         """
         if self._root_H is None:
             return DraftTree.chain(pending, [], []), {}
-        shape, true_pairs = self.shape, self.cache.length
-        builder = TreeBuilder(pending, TreeShape(min(steps, shape.steps), shape.width, shape.beam, shape.pruned))
+        true_pairs = self.cache.length
+        builder = TreeBuilder(pending, self.shape, limit)
         hidden: dict[int, Tensor] = {0: self._root_H}
-        place: dict[int, int] = {}  # nodes' pairs in the cache
+        pairs: dict[int, int] = {}  # nodes' pairs in the cache
         while not builder.done:
             if builder.steps:
-                self._step(builder, hidden, place, true_pairs)
+                self._step(builder, hidden, pairs, true_pairs)
             states_TH = torch.stack([hidden[node] for node in builder.expanded])
             log_probs_TD = self.head.logits(states_TH[None])[0].log_softmax(-1)
-            best_TC, draft_TC = log_probs_TD.topk(shape.width, dim=-1)
+            best_TC, draft_TC = log_probs_TD.topk(self.shape.width, dim=-1)
             builder.extend(self.head.target_ids(draft_TC).cpu().numpy(), best_TC.double().cpu().numpy())
         self.cache.rollback(true_pairs)
         return builder.tree, {}
 
-    def committed(self, rows: Sequence[int], emitted: Sequence[int]) -> None:
+    def commit(self, rows: Sequence[int], emitted: Sequence[int]) -> None:
         """The true pairs of a verified path.
 
         Args:
@@ -82,19 +82,19 @@ class HeadTreeDrafter:
         out_1TH = self.head(ids_1T, self.head.seed(states_TF[None]), positions_1T, None, self.cache)
         self._root_H = out_1TH[0, -1]
 
-    def _step(self, builder: TreeBuilder, hidden: dict[int, Tensor], place: dict[int, int], true_pairs: int) -> None:
+    def _step(self, builder: TreeBuilder, hidden: dict[int, Tensor], pairs: dict[int, int], true_pairs: int) -> None:
         """Runs the pairs of the nodes to expand: each sees all true pairs, its ancestors' and itself."""
         tree, nodes = builder.tree, builder.expanded
         before = self.cache.length
         mask_TK = torch.zeros(len(nodes), before + len(nodes), dtype=torch.bool)
         mask_TK[:, :true_pairs] = True
         for row, node in enumerate(nodes):
-            place[node] = before + row
-            mask_TK[row, [place[above] for above in tree.path(node)[1:]]] = True
+            pairs[node] = before + row
+            mask_TK[row, [pairs[ancestor] for ancestor in tree.path(node)[1:]]] = True
         device = hidden[0].device
         parents = [int(tree.parents_N[node]) for node in nodes]
         ids_1T = torch.tensor([tree.tokens_N[nodes].tolist()], device=device)
-        level = torch.tensor([[true_pairs - 1 + int(tree.depths_N[node]) for node in nodes]], device=device)
+        positions_1T = torch.tensor([[true_pairs - 1 + int(tree.depths_N[node]) for node in nodes]], device=device)
         states_1TH = torch.stack([hidden[parent] for parent in parents])[None]
-        out_1TH = self.head(ids_1T, states_1TH, level, mask_TK[None].to(device), self.cache)
+        out_1TH = self.head(ids_1T, states_1TH, positions_1T, mask_TK[None].to(device), self.cache)
         hidden.update((node, out_1TH[0, row]) for row, node in enumerate(nodes))

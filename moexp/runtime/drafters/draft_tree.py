@@ -3,16 +3,16 @@
 Pure numpy, shared by the runtime and the simulator. Node 0 is the root: the last token that was emitted, which is
 verified together with its candidates and counts towards the budget. A chain is a tree whose nodes have one child each.
 
-Shape suffixes: N nodes, S chosen nodes, F nodes that a draft step expands, C candidates of each, T rows of a block.
+Shape suffixes: N nodes, S chosen nodes, F nodes that a draft step expands, C candidates of each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from moexp.base.errors import MoexpError
 
@@ -58,13 +58,8 @@ class DraftTree:
             children[parent].append(node)
         pairs = set(zip(parents_N.tolist(), tokens_N.tolist(), strict=True))
         assert len(pairs) == len(tokens_N), "siblings of the same token"
-        for name, array in {
-            "tokens_N": tokens_N,
-            "parents_N": parents_N,
-            "log_probs_N": log_probs_N,
-            "depths_N": depths_N,
-            "path_probs_N": path_probs_N,
-        }.items():
+        names = ("tokens_N", "parents_N", "log_probs_N", "depths_N", "path_probs_N")
+        for name, array in zip(names, (tokens_N, parents_N, log_probs_N, depths_N, path_probs_N), strict=True):
             array.setflags(write=False)
             object.__setattr__(self, name, array)
         object.__setattr__(self, "children", tuple(map(tuple, children)))
@@ -91,8 +86,8 @@ class DraftTree:
 
     def is_prefix_closed(self, nodes: Collection[int]) -> bool:
         """Whether every node's parent is among them, and so the root."""
-        held = set(nodes)
-        return 0 in held and all(int(self.parents_N[node]) in held for node in held if node)
+        chosen = set(nodes)
+        return 0 in chosen and all(int(self.parents_N[node]) in chosen for node in chosen if node)
 
     def depth_first(self, nodes: Collection[int] | None = None) -> list[int]:
         """A prefix-closed set of nodes (all by default) in depth-first order, likelier children first.
@@ -100,14 +95,14 @@ class DraftTree:
         The path of likeliest children then comes first, without gaps: where it is accepted, its keys and values already
         lie where a chain's would.
         """
-        held = set(range(len(self)) if nodes is None else nodes)
-        assert self.is_prefix_closed(held), "not prefix-closed"
-        order, waiting = [], [0]
-        while waiting:
-            node = waiting.pop()
+        chosen = set(range(len(self)) if nodes is None else nodes)
+        assert self.is_prefix_closed(chosen), "not prefix-closed"
+        order, stack = [], [0]
+        while stack:
+            node = stack.pop()
             order.append(node)
-            below = [child for child in self.children[node] if child in held]
-            waiting += sorted(below, key=lambda child: (self.path_probs_N[child], -child))
+            below = [child for child in self.children[node] if child in chosen]
+            stack += sorted(below, key=lambda child: (self.path_probs_N[child], -child))
         return order
 
     def take(self, nodes: Sequence[int]) -> DraftTree:
@@ -116,48 +111,23 @@ class DraftTree:
         Args:
             nodes: the root first, parents before their children; node i of the result is nodes[i] here.
         """
-        place = {int(node): at for at, node in enumerate(nodes)}
-        assert len(place) == len(nodes) and self.is_prefix_closed(place), "not a prefix-closed set"
-        at_S = np.array(nodes, dtype=np.int64)
-        parents = [place[parent] if parent >= 0 else -1 for parent in self.parents_N[at_S].tolist()]
-        return DraftTree(self.tokens_N[at_S], np.array(parents), self.log_probs_N[at_S])
+        rank = {int(node): number for number, node in enumerate(nodes)}
+        assert len(rank) == len(nodes) and self.is_prefix_closed(rank), "not a prefix-closed set"
+        nodes_S = np.array(nodes, dtype=np.int64)
+        parents = [rank[parent] if parent >= 0 else -1 for parent in self.parents_N[nodes_S].tolist()]
+        return DraftTree(self.tokens_N[nodes_S], np.array(parents), self.log_probs_N[nodes_S])
 
-    def subtree(self, nodes: Collection[int]) -> DraftTree:
-        """The sub-tree of a prefix-closed set, in the order of `depth_first`."""
-        return self.take(self.depth_first(nodes))
-
-    def standing_path(self, stands_N: ArrayLike) -> list[int]:
-        """The accepted path: from the root down while a child stands (the first, if several do)."""
-        stands = np.asarray(stands_N, dtype=bool)
-        assert stands.shape == self.tokens_N.shape
-        path = [0]
-        while (after := next((child for child in self.children[path[-1]] if stands[child]), None)) is not None:
-            path.append(after)
-        return path
-
-    def mask(self, rows: int | None = None) -> NDArray[np.bool_]:
-        """Which nodes each node sees, [T, T]: itself and its ancestors.
-
-        Args:
-            rows: T, N by default; the rows of padding behind the nodes see themselves alone.
-        """
-        rows = len(self) if rows is None else rows
-        assert rows >= len(self)
-        mask_TT = np.eye(rows, dtype=bool)
+    def mask(self) -> NDArray[np.bool_]:
+        """Which nodes each node sees, [N, N]: itself and its ancestors."""
+        mask_NN = np.eye(len(self), dtype=bool)
         for node, parent in enumerate(self.parents_N[1:].tolist(), start=1):
-            mask_TT[node] |= mask_TT[parent]
-        return mask_TT
-
-    def positions(self, start: int, rows: int | None = None) -> Ints:
-        """Position ids [T] of the nodes where the root's is `start`; padding repeats the last node's."""
-        rows = len(self) if rows is None else rows
-        assert rows >= len(self)
-        return start + np.pad(self.depths_N, (0, rows - len(self)), mode="edge")
+            mask_NN[node] |= mask_NN[parent]
+        return mask_NN
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """How a tree is grown (EcoSpec, section 5.1: 3 steps, 2 tokens kept a step).
+    """How a tree is grown; by default 3 steps of which 2 tokens are kept, as in the paper.
 
     Attributes:
         steps: draft steps; the depth.
@@ -167,6 +137,8 @@ class TreeShape:
 
     Raises:
         MoexpError: a number below 1.
+
+    Paper: EcoSpec section 5.1.
     """
 
     steps: int = 3
@@ -179,31 +151,21 @@ class TreeShape:
             if getattr(self, name) < 1:
                 raise MoexpError(f"{name} = {getattr(self, name)}", where=f"decode.tree.{name}", valid="from 1")
 
-    @property
-    def max_nodes(self) -> int:
-        """Nodes of a full tree, the root included."""
-        nodes, expanded = 1, 1
-        for _ in range(self.steps):
-            candidates = expanded * self.width
-            expanded = min(self.beam, candidates)
-            nodes += expanded if self.pruned else candidates
-        return nodes
-
 
 class TreeBuilder:
     """Grows a draft tree step by step.
 
-    `expanded` says which nodes the next draft step runs (their mask and positions come from `tree`), `extend` takes
-    what it gave. Children are the draft's likeliest tokens and depend on the draft distribution alone: nothing is
+    `expanded` are the nodes that the next draft step runs, `extend` takes what it gave. Children are the draft's likeliest tokens and depend on the draft distribution alone: nothing is
     drawn, which is what tree verification assumes.
 
     Args:
         root: the pending token.
         shape: how the tree is grown.
+        limit: steps at most, where the shape has more.
     """
 
-    def __init__(self, root: int, shape: TreeShape) -> None:
-        self.shape = shape
+    def __init__(self, root: int, shape: TreeShape, limit: int | None = None) -> None:
+        self.shape = shape if limit is None else replace(shape, steps=min(limit, shape.steps))
         self.steps = 0
         self.expanded: list[int] = [0]
         self._tokens, self._parents, self._log_probs = [root], [-1], [0.0]
@@ -234,12 +196,34 @@ class TreeBuilder:
         probs = np.array(self._probs)[parents] * np.exp(log_probs)
         # A stable sort: of equally likely candidates the first is expanded.
         best = np.argsort(-probs, kind="stable")[: self.shape.beam].tolist()
-        kept = sorted(best) if self.shape.pruned else list(range(len(probs)))
-        number = {candidate: len(self._tokens) + at for at, candidate in enumerate(kept)}
-        for candidate in kept:
+        retained = sorted(best) if self.shape.pruned else list(range(len(probs)))
+        number = {candidate: node for node, candidate in enumerate(retained, start=len(self._tokens))}
+        for candidate in retained:
             self._tokens.append(int(tokens[candidate]))
             self._parents.append(int(parents[candidate]))
             self._log_probs.append(float(log_probs[candidate]))
             self._probs.append(float(probs[candidate]))
         self.expanded = [number[candidate] for candidate in best]
         self.steps += 1
+
+
+def blocks_of(tree: DraftTree, rows: int, nodes: Collection[int] | None = None) -> list[list[int]]:
+    """Sets of nodes, each with all ancestors and of at most `rows`, that together cover `nodes` (by default the tree).
+
+    Raises:
+        MoexpError: a path longer than a block.
+    """
+    deepest = int(tree.depths_N.max()) + 1
+    if deepest > rows:
+        raise MoexpError(f"a path of {deepest} nodes in steps of {rows} rows", where="decode.tree.steps")
+    blocks: list[list[int]] = []
+    waiting = list(range(len(tree)) if nodes is None else nodes)
+    while waiting:
+        block: set[int] = set()
+        for node in waiting:
+            with_node = block | set(tree.path(node))
+            if len(with_node) <= rows:
+                block = with_node
+        blocks.append(sorted(block))
+        waiting = [node for node in waiting if node not in block]
+    return blocks

@@ -1,8 +1,8 @@
-"""The expert predictor: a small decoder-only backbone that tells which experts the target will route a token to.
+"""The learned predictor: a small decoder-only backbone that predicts which experts the target will route a token to.
 
 A token goes through the target's own embedding (frozen) and a trained projection into the backbone; one linear head
-gives a logit for every expert of every MoE layer (EcoSpec, section 4.1, equation 2). The predictor sees tokens only,
-never a state of the target, so it can run before verification, over a whole draft tree at once.
+gives a logit for every expert of every MoE layer. The predictor sees tokens only, never a state of the target, so it
+can run before verification, over all nodes of a draft tree at once.
 
 Attention reaches `context` tokens back, in training because texts are cut to it, in decoding by a mask: positions are
 rotary, so that every distance is one that was trained.
@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from moexp.data.traces import TraceGeometry
-from moexp.runtime.drafters.tree import DraftTree
+from moexp.runtime.drafters.draft_tree import DraftTree
 from moexp.runtime.predictors.backbone import Backbone, fit_projection, rms
+from moexp.runtime.predictors.predictor import Routing
 
 CHUNK = 512  # tokens of a text that are run at once
 
@@ -109,7 +110,10 @@ class RoutingPredictor(nn.Module):
         return hidden_BTH
 
     def logits(self, hidden_TH: Tensor) -> Tensor:
-        """Routing logits z [T, L, E] in fp32 (equation 2)."""
+        """Routing logits z [T, L, E] in fp32.
+
+        Paper: EcoSpec eq. 2.
+        """
         shape = (len(self.geometry.layers), self.geometry.num_experts)
         return self.head(hidden_TH).float().unflatten(-1, shape)
 
@@ -120,83 +124,79 @@ class RoutingPredictor(nn.Module):
         return self
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """What is learned, by name: everything but the target's embedding."""
+        """Parameters that are trained, by name: all but the target's embedding."""
         return {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
 
 
 def top_experts(logits_TLE: Tensor, top_k: int) -> Tensor:
-    """Ids [T, L, k] of the predicted experts, likeliest first (equations 3 and 4: softmax keeps the order)."""
+    """Ids [T, L, k] of the predicted experts, likeliest first; the paper's softmax would keep the order.
+
+    Paper: EcoSpec eq. 3; EcoSpec eq. 4.
+    """
     return logits_TLE.topk(top_k, dim=-1).indices
 
 
-class PredictorSession:
-    """A predictor at work on one text, with keys and values of its own.
+class LearnedPredictor:
+    """A trained predictor at work on one request, with keys and values of its own.
 
-    `extend` only notes tokens; they are run with the next tree, in the same forward, or by `flush`.
+    Emitted tokens are run with the next tree, in the same forward.
+
+    Paper: EcoSpec section 4.1.
     """
 
     def __init__(self, model: RoutingPredictor) -> None:
         self.model = model.eval()
         self.device = model.embedding_VD.device
-        self.restart()
+        self.begin([-1], 0)
 
-    def restart(self) -> None:
-        """Forget the text."""
+    def begin(self, prompt_ids: Sequence[int], max_new_tokens: int) -> None:
+        """See `ExpertPredictor`; runs the prompt, which otherwise would be part of the first cycle's time."""
         self._cache = DynamicCache()
-        self._held = 0  # tokens whose keys and values are in the cache
-        self._waiting: list[int] = []
-
-    @property
-    def length(self) -> int:
-        """Tokens of the text."""
-        return self._held + len(self._waiting)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens to the text."""
-        self._waiting += map(int, tokens)
-
-    def flush(self) -> None:
-        """Run what was added: a long prompt, before the time of a cycle is taken."""
+        self._cached = 0  # tokens whose keys and values are in the cache
+        self._waiting = [int(token) for token in prompt_ids[:-1]]
+        self._pending = int(prompt_ids[-1])
         while self._waiting:
             self._run_chunk()
 
-    def rollback(self, length: int) -> None:
-        """Forget all tokens from `length` on."""
-        assert 0 <= length <= self.length
-        del self._waiting[max(0, length - self._held) :]
-        self._crop(min(length, self._held))
+    def predict(self, tree: DraftTree) -> Routing:
+        """See `ExpertPredictor`.
+
+        Paper: EcoSpec eq. 4.
+        """
+        assert int(tree.tokens_N[0]) == self._pending, "the root is not the pending token"
+        return top_experts(self.tree_logits(tree), self.model.geometry.top_k).cpu().numpy().astype(np.int16)
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """See `ExpertPredictor`."""
+        self._waiting += map(int, [self._pending, *tokens[:-1]])
+        self._pending = int(tokens[-1])
 
     def tree_logits(self, tree: DraftTree) -> Tensor:
-        """Routing logits [N, L, E] of a tree's nodes, whose root follows the text; the text stays as it was."""
+        """Routing logits [N, L, E] of a tree's nodes, whose root follows the text before the pending token."""
         while len(self._waiting) > CHUNK:
             self._run_chunk()
-        waiting, nodes, start = len(self._waiting), len(tree), self._held
+        waiting, nodes, start = len(self._waiting), len(tree), self._cached
         rows = waiting + nodes
         # The tree hangs on the end of what waits, which is a chain.
         own_TT = np.tril(np.ones((rows, rows), dtype=bool))
         own_TT[waiting:, waiting:] = tree.mask()
-        positions_T = np.concatenate([np.arange(start, start + waiting), tree.positions(start + waiting)])
+        positions_T = np.concatenate([np.arange(start, start + waiting), start + waiting + tree.depths_N])
         hidden_TH = self._run([*self._waiting, *tree.tokens_N.tolist()], own_TT, positions_T)
         self._waiting.clear()
         self._crop(start + waiting)
         with torch.no_grad():
             return self.model.logits(hidden_TH[waiting:])
 
-    def predict_tree(self, tree: DraftTree) -> NDArray[np.int16]:
-        """Predicted experts [N, L, k] of each node given its path (equation 4), likeliest first."""
-        ids_NLk = top_experts(self.tree_logits(tree), self.model.geometry.top_k)
-        return ids_NLk.cpu().numpy().astype(np.int16)
-
     def _run_chunk(self) -> None:
         part = self._waiting[:CHUNK]
         rows = len(part)
-        self._run(part, np.tril(np.ones((rows, rows), dtype=bool)), np.arange(self._held, self._held + rows))
+        self._run(part, np.tril(np.ones((rows, rows), dtype=bool)), np.arange(self._cached, self._cached + rows))
         del self._waiting[:rows]
 
     @torch.no_grad()
     def _run(self, tokens: list[int], own_TT: NDArray[np.bool_], positions_T: NDArray[np.integer]) -> Tensor:
-        """Hidden states [T, H] of tokens that see the text behind them and, of each other, what `own_TT` says."""
-        start = self._held
+        """Hidden states [T, H] of tokens that see the cached text and, of each other, those in `own_TT`."""
+        start = self._cached
         keys_C = np.concatenate([np.arange(start), positions_T])
         near_TC = positions_T[:, None] - keys_C < self.model.context
         near_TC[:, start:] &= own_TT
@@ -206,9 +206,9 @@ class PredictorSession:
             positions_T=torch.from_numpy(positions_T).to(self.device),
             cache=self._cache,
         )
-        self._held += len(tokens)
+        self._cached += len(tokens)
         return hidden_BTH[0]
 
     def _crop(self, length: int) -> None:
-        self._cache.crop(length - self._held)
-        self._held = length
+        self._cache.crop(length - self._cached)
+        self._cached = length
