@@ -21,7 +21,7 @@ from moexp.config.recipe import list_recipes, load_recipe
 from moexp.papers import load_paper
 from moexp.runtime.recording.files import RoutingGeometry
 from moexp.sim.adapt import load_simulated
-from moexp.sim.formula import evaluate, names_in
+from moexp.base.formula import evaluate, names_in
 from moexp.sim.geometry import GEOMETRIES, PRECISIONS, Geometry, find_geometry
 from moexp.sim.hardware import ComputeSection
 from moexp.sim.platform import THIS_MACHINE, SimPlatform, find_platform, list_platforms, load_platform, machine_file
