@@ -18,8 +18,8 @@ from moexp.bench.platforms import cg_ratio, mn_ratio
 from moexp.cli import main as cli
 from moexp.config import locations
 from moexp.config.recipe import list_recipes, load_recipe
+from moexp.data.traces import RoutingGeometry
 from moexp.papers import load_paper
-from moexp.runtime.recording.files import RoutingGeometry
 from moexp.sim.adapt import load_simulated
 from moexp.base.formula import evaluate, names_in
 from moexp.sim.geometry import GEOMETRIES, PRECISIONS, Geometry, find_geometry

@@ -21,7 +21,7 @@ from moexp.base.errors import MoexpError
 from moexp.cli import main as cli
 from moexp.config import locations
 from moexp.config.recipe import load_recipe
-from moexp.data.traces import TraceGeometry, TraceManifest, TraceShard, read_trace, write_shard
+from moexp.data.traces import RoutingGeometry, TraceManifest, TraceShard, read_trace, write_shard
 from moexp.learn.core.loop import Schedule
 from moexp.learn.predictor import train as training
 from moexp.learn.predictor.baselines import CONTEXT_FREE, PREVIOUS_TOKEN, baseline_hits
@@ -57,7 +57,7 @@ pytestmark = pytest.mark.e2e
 
 VOCAB, WIDTH = 50, 12
 
-GEOMETRY = TraceGeometry(layers=(1, 2, 4), num_experts=8, top_k=2)
+GEOMETRY = RoutingGeometry(layers=(1, 2, 4), num_experts=8, top_k=2)
 TREE = build([-1, 0, 0, 1, 1, 2, 3, 3], [0.0, *[-0.5] * 7], [3, 7, 8, 9, 4, 9, 1, 2])
 TEXT = [11, 5, 30, 2, 48, 17, 9]
 
@@ -66,7 +66,7 @@ def embedding(seed: int = 0) -> torch.Tensor:
     return torch.randn(VOCAB, WIDTH, generator=torch.Generator().manual_seed(seed)) * 0.1
 
 
-def model_of(*, context: int = 64, layers: int = 2, geometry: TraceGeometry = GEOMETRY) -> RoutingPredictor:
+def model_of(*, context: int = 64, layers: int = 2, geometry: RoutingGeometry = GEOMETRY) -> RoutingPredictor:
     torch.manual_seed(1)
     model = RoutingPredictor(small_backbone(16, layers, 2, context), embedding(), geometry, context=context)
     torch.nn.init.normal_(model.head.weight)  # as far apart as a trained head puts them
@@ -285,7 +285,7 @@ def planted_rows(samples: int = 60, length: int = 16) -> RoutingRows:
         token_T=token_T.astype(np.int32),
         experts_TLk=experts_TLk.astype(np.uint8),
     )
-    return rows_of([shard], TraceGeometry((0, 1), 8, 2), context=length)
+    return rows_of([shard], RoutingGeometry((0, 1), 8, 2), context=length)
 
 
 def lesson(rows: RoutingRows, steps: int, **changes: Any) -> Lesson:

@@ -28,10 +28,11 @@ from moexp.bench.runner import (
 )
 from moexp.bench.turns import SLICE_S
 from moexp.config.sections import StoreSection
+from moexp.data.traces import RoutingGeometry
 from moexp.records import RequestRecord
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.opening import opened_store
-from moexp.runtime.recording.files import RecordingInfo, RoutingGeometry
+from moexp.runtime.recording.files import RecordingInfo
 from moexp.runtime.recording.recorder import Recorder
 from moexp.runtime.store.store import ExpertStore
 from moexp.runtime.verifiers.chain import Sampling
