@@ -78,7 +78,7 @@ class TokenStream:
 
 
 @dataclass(frozen=True)
-class Arm:
+class MethodRun:
     """One method's run of the request."""
 
     steps: list[StepRecord]
@@ -89,8 +89,8 @@ class Arm:
 class Generated:
     """The method's run, and AR's of the same request where one was made."""
 
-    arm: Arm
-    ar: Arm | None
+    arm: MethodRun
+    ar: MethodRun | None
     sampling: Sampling
 
     @property
@@ -148,7 +148,7 @@ def _decode(
     sampling: Sampling,
     on_step: Callable[[StepRecord], None],
     on_tree: Callable[[TreeCycle], None] | None,
-) -> Arm:
+) -> MethodRun:
     """The request on a fresh engine and store, after a few tokens that are not counted."""
     predictors = predictors_of(recipe, target, method)
     with opened_engine(target, recipe.store, experts, head, predictors) as engine:
@@ -161,7 +161,7 @@ def _decode(
             try:
                 step = next(running)
             except StopIteration as end:
-                return Arm(steps, end.value)
+                return MethodRun(steps, end.value)
             steps.append(step)
             on_step(step)
 
@@ -230,7 +230,7 @@ def summary_table(result: Generated) -> Table:
     arms = [result.arm] if result.ar is None else [result.arm, result.ar]
     for arm in arms:
         table.add_column(arm.request.method, justify="right")
-    rows: list[tuple[str, Callable[[Arm], float | None], str]] = [
+    rows: list[tuple[str, Callable[[MethodRun], float | None], str]] = [
         ("tokens", lambda arm: float(arm.request.new_tokens), "{:.0f}"),
         ("acceptance", lambda arm: metrics.acceptance(arm.steps).value, "{:.2f}"),
         ("alpha (tokens a cycle)", lambda arm: metrics.alpha(arm.steps).value, "{:.2f}"),
