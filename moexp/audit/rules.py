@@ -50,7 +50,9 @@ class Rule:
             inputs: list[Input | None] = []
             for written in self.inputs.format(column, **row.cells).split():
                 values = _inputs(scope, written.rstrip("?"))
-                inputs += values if values or written.endswith("?") else [None]
+                if not values and not written.endswith("?"):
+                    inputs.append(None)
+                inputs += values
             (reported,) = _inputs(scope, column) or [None]
             present = [value for value in inputs if value is not None]
             if reported is None or not present or len(present) < len(inputs):
