@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from moexp.runtime.decoding.cycle import Cycle
 from moexp.runtime.engine.engine import Engine
 from moexp.runtime.store.counters import Phase
 from moexp.runtime.store.host import load_experts
@@ -96,3 +97,8 @@ def prompt(length: int, seed: int = 0, vocab: int = 240) -> list[int]:
     """Random token ids."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocab, (length,), generator=generator).tolist()
+
+
+def logits_to(rows: list[torch.Tensor]) -> Callable[[Cycle], None]:
+    """For `decode_all`: keeps the logits of emitted positions."""
+    return lambda cycle: rows.append(cycle.logits_BV)

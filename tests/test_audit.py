@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 
 from moexp import metrics
 from moexp.audit import Audit, our_lines, paper_lines, run_audit
-from moexp.audit.draftexpert import agreement_for
 from moexp.audit.files import read_sheet
 from moexp.audit.lines import Input, Line, derive, farthest, number, same
+from moexp.audit.notation import value_of
 from moexp.base.errors import MoexpError
 from moexp.cli import main as cli
 
@@ -175,7 +175,8 @@ def test_findings_are_one_sentence_and_judge_nothing(lines: dict[str, Line]):
 
 @given(acceptance=st.floats(0.01, 0.99))
 def test_agreement_and_acceptance_are_each_others_inverse(acceptance: float):
-    assert metrics.expected_acceptance(agreement_for(acceptance)) == pytest.approx(acceptance)
+    agreement = value_of("p of (p + p^2 + p^3 + p^4) / 4 = a", [("a", acceptance)])
+    assert metrics.expected_acceptance(agreement) == pytest.approx(acceptance)
 
 
 # --- lines ---
@@ -185,7 +186,7 @@ def test_agreement_and_acceptance_are_each_others_inverse(acceptance: float):
 def test_a_range_holds_its_value_and_grows_with_rounding(a: float, b: float, step: float):
     def quotient(step: float) -> Line:
         inputs = [Input("a", a, "", step), Input("b", b, "", step)]
-        return derive("", "", "", "a / b", lambda x, y: x / y, inputs, Input("c", a / b, ""))
+        return derive("", "a / b", inputs, Input("c", a / b, ""))
 
     line, exact = quotient(step), quotient(0.0)
     assert line.low is not None and line.high is not None and line.implied is not None
@@ -199,12 +200,12 @@ def test_a_figure_beyond_its_tolerance_is_inconsistent_on_the_side_that_its_rela
 ):
     for sign, forbidden in ((1, ("=", "<=")), (-1, ("=", ">="))):
         reported = Input("b", value * (1 + sign * apart), "table")
-        line = same("x", "ours", "", Input("a", value, "table"), reported, relation=relation, tolerance=1e-4)
+        line = same("ours", Input("a", value, "table"), reported, relation=relation, tolerance=1e-4)
         assert line.consistent is (relation not in forbidden)
 
 
 def test_the_farthest_row_stands_for_all():
-    made = [same("", "p", "", Input("a", 1, "A", 0.01), Input("b", b, "B", 0.01), subject=f"row {b}") for b in (1, 1.2)]
+    made = [same("p", Input("a", 1, "A", 0.01), Input("b", b, "B", 0.01), subject=f"row {b}") for b in (1, 1.2)]
     line = farthest("all", "what", made)
     assert (line.id, line.rows, line.agree, line.subject) == ("all", 2, 1, "row 1.2")
     assert line.finding.startswith("1 of 2 are equal within rounding; farthest is row 1.2: implied 1")

@@ -26,11 +26,11 @@ from moexp.config.sections import StoreSection
 from moexp.learn.draft_expert.train import train_draft_expert
 from moexp.learn.target.build import build_target
 from moexp.records import RequestRecord, StepRecord, read_records
-from moexp.runtime.decoding.chain import LogitsDigest, decode_all
+from moexp.runtime.decoding.decode import LogitsDigest, decode_all
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.engine.engine import Engine
 from moexp.runtime.opening import opened_store
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.verifiers.sampling import Sampling
 from moexp.tables.core.run import STEPS
 from moexp.tables.draftexpert.labels import AR, FIXED, FULL, LOSSES, METHODS, TOP_1_FULL, TRUNCATED
 from moexp.target.load import Target
@@ -116,7 +116,7 @@ def test_a_kept_prompt_gives_the_very_same_logits(target: Target, monkeypatch: p
         runs = []
         for ids in (one, one, two, one, one):
             digest = LogitsDigest()
-            _, record = decode_all(engine, ids, TOP_1, Sampling(), max_new_tokens=12, on_logits=digest)
+            _, record = decode_all(engine, ids, TOP_1, Sampling(), max_new_tokens=12, on_cycle=digest)
             runs.append((record.tokens, digest.rows))
     assert prefills == [len(one) - 1, len(two) - 1, len(one) - 1]
     assert runs[0] == runs[1] == runs[3] == runs[4] != runs[2]
@@ -150,7 +150,7 @@ def test_a_prompt_is_copied_to_a_lane_of_its_own(target: Target):
         rows = []
         for _ in range(2):
             digest = LogitsDigest()
-            decode_all(engine, job.prompt_ids, TOP_1, Sampling(), max_new_tokens=8, on_logits=digest)
+            decode_all(engine, job.prompt_ids, TOP_1, Sampling(), max_new_tokens=8, on_cycle=digest)
             rows.append(digest.rows)
             taken_s = engine.prefill_s
             engine.lane = engine.new_lane()

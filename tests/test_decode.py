@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +10,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import moexp.runtime.decoding.chain as decode_module
+import moexp.runtime.decoding.chain as chain_module
 from moexp.base.errors import MoexpError
-from moexp.runtime.decoding.chain import LogitsDigest, decode, decode_all
+from moexp.runtime.decoding.cycle import Answer, routing_overlap, run_cycle, union_size
+from moexp.runtime.decoding.decode import LogitsDigest, decode, decode_all, make_speculation
 from moexp.runtime.decoding.method import Method, TreePlan
-from moexp.runtime.drafters.chain import SelfDrafter, routing_overlap, union_size
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.drafters.self_chain import SelfDrafter
+from moexp.runtime.verifiers.sampling import Sampling
 from tests.branches import Branches
-from tests.engines import WatchedStore, make_engine, prompt, swap_store
+from tests.engines import WatchedStore, logits_to, make_engine, prompt, swap_store
 
 pytestmark = pytest.mark.e2e
 
@@ -58,7 +58,7 @@ class WrongDrafter(SelfDrafter):
 def test_as_many_are_accepted_as_are_right(engine, monkeypatch, wrong_at):
     ids = prompt(9)
     expected = tokens_of(engine, Method(), ids, max_new_tokens=15)
-    monkeypatch.setattr(decode_module, "SelfDrafter", type("Wrong", (WrongDrafter,), {"wrong_at": wrong_at}))
+    monkeypatch.setattr(chain_module, "SelfDrafter", type("Wrong", (WrongDrafter,), {"wrong_at": wrong_at}))
     steps, record = decode_all(engine, ids, TARGET, GREEDY, max_new_tokens=15)
     assert record.tokens == expected
     room = 15
@@ -179,7 +179,7 @@ def test_stores_see_phases_cycles_and_prefetches(engine, watched):
 
 def test_prefetch_once_a_token_is_kept_is_line_13(engine, watched):
     method = Method("top-r", max_draft=3, prefetch=True, prefetch_inline=False)
-    steps, _ = decode_all(engine, prompt(9), method, GREEDY, max_new_tokens=2, on_logits=None)
+    steps, _ = decode_all(engine, prompt(9), method, GREEDY, max_new_tokens=2)
     assert steps[0].drafted == 1, "one token may still be drafted"
     drafts = [keys[0] for keys in watched.requested("draft")]
     announced = watched.prefetched()[0]
@@ -216,19 +216,6 @@ def test_a_stop_before_the_first_token_is_an_ar_like_step(engine):
     assert steps[0].router_slots == 12
 
 
-def test_lookahead_predicts_the_last_token_too(engine, watched):
-    def slots(lookahead):
-        method = Method("top-r", max_draft=2, prefetch=True, lookahead=lookahead)
-        steps, record = decode_all(engine, prompt(9), method, GREEDY, max_new_tokens=12)
-        return [step.router_slots for step in steps[:-1]], record.tokens
-
-    without, tokens = slots(False)
-    with_it, same = slots(True)
-    assert set(without) == {2 * 12}
-    assert set(with_it) == {3 * 12}
-    assert tokens == same
-
-
 def test_budget_from_the_cache_uses_the_stores_capacity(engine, watched):
     method = Method("top-r", policy="confidence-expansion", tau=1.1, budget="cache")
     watched.capacity = 11  # one token brings 12 layer-experts
@@ -241,7 +228,7 @@ def test_logits_are_those_of_the_emitted_positions(engine):
     ids = prompt(9)
     for method in (Method(), Method("top-r", r=2), TARGET):
         rows: list[torch.Tensor] = []
-        _, record = decode_all(engine, ids, method, GREEDY, max_new_tokens=17, on_logits=rows.append)
+        _, record = decode_all(engine, ids, method, GREEDY, max_new_tokens=17, on_cycle=logits_to(rows))
         logits = torch.cat(rows)
         assert logits.argmax(-1).tolist() == record.tokens
 
@@ -249,7 +236,7 @@ def test_logits_are_those_of_the_emitted_positions(engine):
 def test_digests_tell_equal_rows_from_others(engine):
     def digests(method, ids):
         digest = LogitsDigest()
-        decode_all(engine, ids, method, GREEDY, max_new_tokens=12, on_logits=digest)
+        decode_all(engine, ids, method, GREEDY, max_new_tokens=12, on_cycle=digest)
         return digest.rows
 
     assert digests(Method(), prompt(9)) == digests(TARGET, prompt(9))
@@ -303,16 +290,11 @@ def token_distribution(engine, method, sampling, ids=(5, 77, 130)):
 
     def program(branches):
         engine.rollback(len(ids) - 1)
-        loop: Any = decode_module.make_loop(engine, method, sampling, frozenset(), ids, 2)
-        loop.sampler = branches
-        if isinstance(loop.drafter, SelfDrafter):
-            loop.drafter.sampler = branches
-        tokens: list[int] = []
-        while len(tokens) < 2:
-            prepared = loop.prepare([ids[-1], *tokens][-1], 2 - len(tokens))
-            step, _ = loop.finish(prepared, engine.run(prepared.block, loop.path), 0, 0)
-            tokens += step.tokens
-        return tuple(tokens)
+        speculation = make_speculation(engine, method, sampling, branches, frozenset(), ids, 2)
+        answer = Answer(0, "", method, speculation, engine.lane, len(ids), 2, frozenset(), ids[-1])
+        while not answer.finish:
+            run_cycle(engine, [answer])
+        return tuple(answer.tokens)
 
     found: dict[tuple[int, ...], float] = {}
     for weight, tokens in Branches().outcomes(program):
@@ -370,7 +352,7 @@ ROUTING = st.integers(1, 4).flatmap(
 @given(ROUTING)
 def test_union_size_is_the_sum_over_layers_of_distinct_experts(routing):
     expected = sum(len({expert for row in layer for expert in row}) for layer in routing)
-    assert union_size(np.array(routing), 6) == expected
+    assert union_size([np.array(routing)], 6) == expected
 
 
 @given(ROUTING, st.randoms(use_true_random=False))

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from moexp.base.errors import MoexpError
-from moexp.runtime.decoding.batch import decode_batch
-from moexp.runtime.decoding.chain import decode_all
+from moexp.runtime.decoding.decode import decode_all, decode_batch
 from moexp.runtime.decoding.method import Method, TreePlan
 from moexp.runtime.engine.engine import VERIFY, Block
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.verifiers.sampling import Sampling
 from tests.engines import WatchedStore, make_engine, prompt, swap_store
 
 pytestmark = pytest.mark.e2e

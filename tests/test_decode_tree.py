@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from moexp.base.errors import MoexpError
-from moexp.runtime.decoding.chain import decode_all
+from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.decoding.method import Method, TreePlan
-from moexp.runtime.drafters.tree import TreeShape
-from moexp.runtime.predictors.routing import OraclePredictor, Recording
-from moexp.runtime.verifiers.chain import Sampling
-from tests.engines import WatchedStore, make_engine, prompt, swap_store
+from moexp.runtime.drafters.draft_tree import TreeShape
+from moexp.runtime.predictors.oracle import OraclePredictor, Recording
+from moexp.runtime.verifiers.sampling import Sampling
+from tests.engines import WatchedStore, logits_to, make_engine, prompt, swap_store
+from tests.trees import full_size
 
 pytestmark = pytest.mark.e2e
 
@@ -34,7 +35,7 @@ def run(engine, method, ids, **options):
         ids,
         method,
         options.pop("sampling", GREEDY),
-        on_logits=logits.append,
+        on_cycle=logits_to(logits),
         **{"max_new_tokens": 24, **options},
     )
     return steps, record, torch.cat(logits)
@@ -89,7 +90,7 @@ def test_a_stop_token_ends_the_answer_and_the_limit_is_kept(engine):
 
 def test_selection_keeps_to_its_budget_and_records_what_it_chose_from(engine):
     steps, _, _ = run(engine, tree(gamma=4), prompt(12))
-    full = [step for step in steps if step.tree_nodes == TreeShape().max_nodes]
+    full = [step for step in steps if step.tree_nodes == full_size(TreeShape())]
     assert full and all(step.drafted == 3 for step in full)
     assert all(step.router_slots == engine.spec.experts_per_token * (step.drafted + 1) for step in full)
 

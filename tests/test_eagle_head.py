@@ -109,7 +109,7 @@ def test_a_step_is_the_published_layer_written_out(head: EagleHead):
     wanted = plain_step(eagle_tensors(), ids[0], hidden[0])
     assert torch.allclose(run(head, ids, hidden)[0], wanted, atol=1e-5)
     features = torch.randn(1, 6, 3 * H)
-    assert torch.allclose(head.seed(features), features @ eagle_tensors()["fc.weight"].T, atol=1e-5)
+    assert torch.allclose(head.features(features), features @ eagle_tensors()["fc.weight"].T, atol=1e-5)
     normed = wanted / (wanted.square().mean(-1, keepdim=True) + 1e-6).sqrt() * eagle_tensors()["norm.weight"]
     assert torch.allclose(head.logits(wanted[None])[0], normed @ eagle_tensors()["lm_head.weight"].T, atol=1e-5)
 
@@ -181,7 +181,7 @@ def test_a_head_that_starts_from_its_target_says_what_the_target_says(tmp_path: 
     start_from_target(made, norm, lm_head)
     features = torch.randn(1, 3, 3 * H)
     ids, _ = pairs(3)
-    states = run(made, ids, made.seed(features))
+    states = run(made, ids, made.features(features))
     high = features[..., -H:]
     wanted = high / (high.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
     assert torch.allclose(made.logits(states), wanted @ lm_head.weight[DRAFTED].T, atol=1e-5)

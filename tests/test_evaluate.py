@@ -11,7 +11,6 @@ from rich.console import Console
 
 from moexp.base.errors import MoexpError
 from moexp.bench import exactness
-from moexp.bench import gate as evaluate
 from moexp.bench.exactness import Gate, Outcome, RowLog, row_invariant
 from moexp.bench.gate import (
     FRESH,
@@ -27,10 +26,10 @@ from moexp.bench.gate_table import gate_lines, gate_table
 from moexp.config import locations
 from moexp.config.recipe import Recipe, load_recipe
 from moexp.learn.target.build import build_target
-from moexp.runtime.decoding.chain import LogitsDigest
+from moexp.runtime.decoding.decode import LogitsDigest
 from moexp.runtime.decoding.method import Method
-from moexp.runtime.selectors.chain import POLICIES
-from moexp.runtime.verifiers.chain import Verdict
+from moexp.runtime.selectors.confidence_expansion import POLICIES
+from moexp.runtime.verifiers.chain import Verdict, verify_greedy
 from moexp.target.draft_expert import DraftExperts, save_draft_experts
 from moexp.target.load import load_target, target_identity
 from moexp.target.opening import find_target
@@ -170,13 +169,13 @@ def test_the_gate_passes_in_both_dtypes_on_every_store(monkeypatch):
 
 
 def test_a_verifier_that_accepts_a_wrong_token_fails_the_gate(monkeypatch):
-    plain = evaluate.decode_all.__globals__["verify_greedy"]
+    plain = verify_greedy
 
     def generous(draft: Any, target: Any) -> Verdict:
-        return Verdict(len(draft), target[-1]) if len(draft) > 1 else plain(draft, target)
+        return Verdict.of_chain(len(draft), target[-1]) if len(draft) > 1 else plain(draft, target)
 
     recipe = tiny(drafts=False)
-    monkeypatch.setattr("moexp.runtime.decoding.chain.verify_greedy", generous)
+    monkeypatch.setattr("moexp.runtime.verifiers.chain.verify_greedy", generous)
     gate = run_gate(recipe)
     failed = {result.method for result in gate.outcomes if gate.tier(result) is None}
     assert not gate.passed and FRESH not in failed and "top-1 K4" in failed and "target K4" not in failed

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from moexp.runtime.decoding.chain import decode_all
+from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.store.store import open_store
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.families import FAMILIES
-from tests.engines import make_engine, prompt, swap_store
+from tests.engines import logits_to, make_engine, prompt, swap_store
 
 pytestmark = pytest.mark.e2e
 
@@ -47,7 +47,12 @@ STORES: dict[str, dict[str, Any]] = {
 def bits(engine, method, ids, new_tokens, sampling=None):
     rows: list[torch.Tensor] = []
     _, record = decode_all(
-        engine, ids, method, sampling or Sampling(), max_new_tokens=new_tokens, on_logits=rows.append
+        engine,
+        ids,
+        method,
+        sampling or Sampling(),
+        max_new_tokens=new_tokens,
+        on_cycle=logits_to(rows),
     )
     return torch.cat(rows), record.tokens
 
@@ -70,7 +75,7 @@ def reference(request, tiny_folder):
     return engine, runs
 
 
-PREFETCH = ("inline", "no-prefetch", "when-kept", "lookahead")
+PREFETCH = ("inline", "no-prefetch", "when-kept")
 
 
 def combinations():
@@ -92,7 +97,6 @@ def test_bits_are_ars(reference, method, store, prefetch):
         method,
         prefetch=prefetch != "no-prefetch",
         prefetch_inline=prefetch != "when-kept",
-        lookahead=prefetch == "lookahead",
     )
     opened = open_kind(engine, **STORES[store])
     before = swap_store(engine, opened)

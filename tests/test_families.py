@@ -16,17 +16,17 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from moexp.base.errors import MoexpError
-from moexp.runtime.decoding.chain import decode_all
+from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.engine.engine import VERIFY, Engine
 from moexp.runtime.store.store import open_store
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.coding import dequantise_fp8, dequantise_mxfp4
 from moexp.target.draft_expert import DraftExperts
 from moexp.target.experts import ExpertIndex
 from moexp.target.families import FAMILIES
 from moexp.target.load import load_target
-from tests.engines import prompt
+from tests.engines import logits_to, prompt
 from tests.family_files import CASES, DTYPES, STORES, Case, edit_config, read_tensors, write_case, write_shards
 from tests.support_table import BEGIN, END, README, table
 
@@ -72,7 +72,7 @@ def engine_of(folder: Path, dtype: torch.dtype, store: str, **options: Any) -> E
 def bits(engine: Engine, method: Method) -> tuple[torch.Tensor, list[int]]:
     rows: list[torch.Tensor] = []
     ids = prompt(PROMPT)
-    _, record = decode_all(engine, ids, method, Sampling(), max_new_tokens=NEW_TOKENS, on_logits=rows.append)
+    _, record = decode_all(engine, ids, method, Sampling(), max_new_tokens=NEW_TOKENS, on_cycle=logits_to(rows))
     return torch.cat(rows), record.tokens
 
 

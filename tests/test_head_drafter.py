@@ -8,18 +8,19 @@ import pytest
 import torch
 
 from moexp.base.errors import MoexpError
-from moexp.runtime.decoding.chain import decode_all
+from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.decoding.method import Method, TreePlan
-from moexp.runtime.drafters.head import HeadTreeDrafter
-from moexp.runtime.drafters.tree import TreeShape
+from moexp.runtime.drafters.draft_tree import TreeShape
+from moexp.runtime.drafters.head_tree import HeadTreeDrafter
 from moexp.runtime.engine.engine import VERIFY, Engine
 from moexp.runtime.store.store import open_store
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.heads.draft_vocab import DraftVocab
 from moexp.target.heads.eagle_head import EagleConfig, new_eagle_head
 from moexp.target.heads.mtp_head import new_mtp_head
 from moexp.target.load import load_target
-from tests.engines import prompt
+from tests.engines import logits_to, prompt
+from tests.trees import full_size
 
 pytestmark = pytest.mark.e2e
 
@@ -55,7 +56,14 @@ def test_decoding_with_a_head_gives_the_logits_of_plain_decoding(tiny_folder, ki
         found = []
         for method in (Method(), head_method(), head_method(gamma=4)):
             logits: list[torch.Tensor] = []
-            _, record = decode_all(engine, ids, method, Sampling(), max_new_tokens=20, on_logits=logits.append)
+            _, record = decode_all(
+                engine,
+                ids,
+                method,
+                Sampling(),
+                max_new_tokens=20,
+                on_cycle=logits_to(logits),
+            )
             found.append((record.tokens, torch.cat(logits)))
         for tokens, rows in found[1:]:
             assert tokens == found[0][0] and torch.equal(rows, found[0][1])
@@ -79,7 +87,7 @@ def test_after_cycles_a_head_drafts_what_it_would_from_scratch(tiny_folder, kind
     at = len(ids)
     for size in (1, 3, 2, 6):
         engine.step(text[at - 1 : at - 1 + size], VERIFY)
-        by_cycles.committed(list(range(size)), text[at : at + size])
+        by_cycles.commit(list(range(size)), text[at : at + size])
         at += size
     again = by_cycles.grow(text[-1], 3)[0]
     assert again.tokens_N.tolist() == grown.tokens_N.tolist()
@@ -95,7 +103,7 @@ def test_each_node_is_scored_as_on_its_own_path(tiny_folder, kind):
     engine.prefill(ids[:-1])
     drafter = HeadTreeDrafter(engine, SHAPE, ids)
     tree, _ = drafter.grow(ids[-1], 3)
-    assert len(tree) == SHAPE.max_nodes
+    assert len(tree) == full_size(SHAPE)
     head: Any = engine.draft_head
     for node in range(1, len(tree)):
         path = tree.path(node)

@@ -65,9 +65,9 @@ def any_head(kind: str, model: Any) -> EagleHead | MtpHead:
 def one_chain(head: Any, rows_1L: Tensor, features: Tensor, root: int, steps: int) -> list[Tensor]:
     """The states of one chain as a drafter makes them: pairs one by one into a cache, then its own states."""
     cache = HeadCache(capacity=2)
-    seed = head.seed(features)
+    hidden = head.features(features)
     for t in range(root + 1):
-        state = head(rows_1L[:, t + 1 : t + 2], seed[:, t : t + 1], torch.tensor([[t]]), None, cache)
+        state = head(rows_1L[:, t + 1 : t + 2], hidden[:, t : t + 1], torch.tensor([[t]]), None, cache)
     states = [state]
     for step in range(1, steps):
         token = rows_1L[:, root + 1 + step : root + 2 + step]
@@ -279,9 +279,9 @@ def grow_alone(head: Any, rows: Tensor, features: Tensor, root: int, depth: int,
 
     def log_q(path: tuple[int, ...]) -> Tensor:
         cache = HeadCache()
-        seed = head.seed(features)
+        hidden = head.features(features)
         at = torch.arange(root + 1)[None]
-        state = head(rows[:, 1 : root + 2], seed[:, : root + 1], at, None, cache)[:, -1:]
+        state = head(rows[:, 1 : root + 2], hidden[:, : root + 1], at, None, cache)[:, -1:]
         for step, token in enumerate(path):
             state = head(torch.tensor([[token]]), state, torch.tensor([[root + 1 + step]]), None, cache)
         return head.logits(state)[0, 0].log_softmax(-1)
@@ -448,8 +448,8 @@ def test_path_likelihoods_are_products_of_the_steps(model: Any, grown: Any):
     for row, number in itertools.product(range(2), range(3)):
         features, total, cache = seen.features_BLF[row : row + 1], 0.0, HeadCache()
         root = int(roots[number])
-        known, seed = rows[row : row + 1, 1 : root + 2], head.seed(features[:, : root + 1])
-        state = head(known, seed, torch.arange(root + 1)[None], None, cache)[:, -1:]
+        known, hidden = rows[row : row + 1, 1 : root + 2], head.features(features[:, : root + 1])
+        state = head(known, hidden, torch.arange(root + 1)[None], None, cache)[:, -1:]
         for step in range(int(lengths[row, number])):
             token = tokens[row, number, step].view(1, 1)
             total += float(head.logits(state)[0, 0].log_softmax(-1)[head.draft_ids(token)[0, 0]])

@@ -29,13 +29,13 @@ from moexp.learn.draft_expert.distill import (
 from moexp.learn.draft_expert.measure import measure_acceptance, measure_agreement
 from moexp.learn.draft_expert.path import DraftPath, relative_error, router_distribution
 from moexp.learn.draft_expert.train import context_starts
-from moexp.runtime.decoding.chain import decode_all
+from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.engine.engine import Engine
 from moexp.runtime.engine.moe import StepPath
 from moexp.runtime.store.host import load_experts
 from moexp.runtime.store.store import open_store
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.draft_expert import DraftExperts
 from moexp.target.load import load_target
 from tests.tiny_models import random_rows, tiny_folder, whole_model

@@ -23,8 +23,8 @@ EXPERTS = re.compile(r"\.mlp\.(shared_)?experts\.")
 DECODE = """
 import resource, sys
 from pathlib import Path
-import moexp.runtime.decoding.chain, moexp.target.load
-from moexp.runtime.decoding.chain import decode_all
+import moexp.runtime.decoding.decode, moexp.target.load
+from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.engine.engine import Engine
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.store.store import open_store

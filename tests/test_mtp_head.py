@@ -123,7 +123,7 @@ def test_steps_and_trees_through_the_cache_are_their_paths_alone(kind: str, deep
 def test_a_head_trained_here_is_saved_with_its_target(dense: bool, glm: Path, tmp_path: Path):
     model = whole_model(glm)
     head = new_mtp_head(model, dense=dense, seed=3)
-    assert head.seed(torch.ones(1, 1, 32)).equal(torch.ones(1, 1, 32))
+    assert head.features(torch.ones(1, 1, 32)).equal(torch.ones(1, 1, 32))
     save_mtp_head(tmp_path / "head", head, TARGET, {"metrics": {"kl": 0.5}})
     again = load_mtp_head(tmp_path / "head", model, TARGET, dtype=torch.float32)
     assert is_dense(again) == dense
@@ -160,7 +160,7 @@ def test_a_head_that_starts_from_its_target_repeats_the_target_s_state(glm: Path
     start_from_target(head, model.model.norm)
     cache = DynamicCache(config=model.config)
     final = model.model(input_ids=torch.arange(5)[None], cache=cache).last_hidden_state
-    states = head(torch.arange(1, 6)[None], head.seed(final), torch.arange(5)[None])
+    states = head(torch.arange(1, 6)[None], head.features(final), torch.arange(5)[None])
     assert torch.allclose(states, norm(final, model.model.norm.weight), atol=1e-4)
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from moexp.base.errors import MoexpError
 from moexp.cli import main as cli
-from moexp.runtime.decoding.chain import LogitsDigest, decode_all
+from moexp.runtime.decoding.decode import LogitsDigest, decode_all
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.engine.engine import AR, Engine
 from moexp.runtime.store import pack_writer as packing
@@ -26,7 +26,7 @@ from moexp.runtime.store.host import load_experts
 from moexp.runtime.store.pacing import Pacer
 from moexp.runtime.store.pack_writer import pack_checkpoint
 from moexp.runtime.store.store import open_store
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.experts import CodedLocation, ExpertIndex, ExpertLocation, ExpertWeights
 from moexp.target.load import checkpoint_fingerprint, drafters_identity, load_target, target_identity
 from moexp.target.pack_format import ALIGN, MANIFEST, QUANTS, PackedIndex, read_index, stored_bytes
@@ -136,7 +136,7 @@ def test_speculation_on_a_pack_gives_the_bits_of_its_ar(packed, quant: str, kind
         spec = Method(drafter="top-r", r=1, max_draft=3, policy="fixed", prefetch=True)
         for method in (Method(), spec):
             digest = LogitsDigest()
-            decode_all(engine, [5, 6, 7, 8], method, Sampling(), max_new_tokens=12, on_logits=digest)
+            decode_all(engine, [5, 6, 7, 8], method, Sampling(), max_new_tokens=12, on_cycle=digest)
             digests.append(digest.rows)
     assert digests[0] == digests[1] and len(digests[0]) == 12
 
@@ -197,7 +197,7 @@ def test_experts_that_are_decoded_or_biased_are_packed_as_they_are_served(case: 
     for target in (source, pack):
         with open_store(target.index, "disk", dtype=target.dtype, poison=True) as store:
             digest = LogitsDigest()
-            decode_all(Engine(target, store), [5, 6, 7, 8], Method(), Sampling(), max_new_tokens=4, on_logits=digest)
+            decode_all(Engine(target, store), [5, 6, 7, 8], Method(), Sampling(), max_new_tokens=4, on_cycle=digest)
             digests.append(digest.rows)
     assert digests[0] == digests[1]
     if case.family == "gpt_oss":

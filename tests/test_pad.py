@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from moexp.base.errors import MoexpError
-from moexp.runtime.decoding.chain import decode_all
+from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.engine.engine import Engine
 from moexp.runtime.store.store import open_store
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target import pad
 from moexp.target.experts import ExpertIndex
 from moexp.target.load import checkpoint_fingerprint, load_target, target_identity

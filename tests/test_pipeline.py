@@ -135,10 +135,9 @@ def test_eval_without_draft_experts_says_so_and_a_failed_gate_is_exit_code_1(hom
     assert (tmp_path / "mine" / "eval.csv").exists() and not (tmp_path / "results").exists()
 
     plain = method_of
-    from moexp.runtime.decoding import chain as decode
-    from moexp.runtime.verifiers.chain import Verdict
+    from moexp.runtime.verifiers import chain
 
-    monkeypatch.setattr(decode, "verify_greedy", lambda draft, target: Verdict(len(draft), target[-1]))
+    monkeypatch.setattr(chain, "verify_greedy", lambda draft, target: chain.Verdict.of_chain(len(draft), target[-1]))
     result = moexp_("eval", changes=small)
     assert result.exit_code == 1 and "FAILED: " in result.stdout and plain is method_of
 

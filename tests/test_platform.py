@@ -13,15 +13,15 @@ import pytest
 from typer.testing import CliRunner
 
 from moexp.base.errors import MoexpError
+from moexp.base.formula import evaluate, names_in
 from moexp.base.yamlio import dump_yaml, read_yaml
 from moexp.bench.platforms import cg_ratio, mn_ratio
 from moexp.cli import main as cli
 from moexp.config import locations
 from moexp.config.recipe import list_recipes, load_recipe
+from moexp.data.traces import RoutingGeometry
 from moexp.papers import load_paper
-from moexp.runtime.recording.files import RoutingGeometry
 from moexp.sim.adapt import load_simulated
-from moexp.sim.formula import evaluate, names_in
 from moexp.sim.geometry import GEOMETRIES, PRECISIONS, Geometry, find_geometry
 from moexp.sim.hardware import ComputeSection
 from moexp.sim.platform import THIS_MACHINE, SimPlatform, find_platform, list_platforms, load_platform, machine_file

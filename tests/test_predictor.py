@@ -21,7 +21,7 @@ from moexp.base.errors import MoexpError
 from moexp.cli import main as cli
 from moexp.config import locations
 from moexp.config.recipe import load_recipe
-from moexp.data.traces import TraceGeometry, TraceManifest, TraceShard, read_trace, write_shard
+from moexp.data.traces import RoutingGeometry, TraceManifest, TraceShard, read_trace, write_shard
 from moexp.learn.core.loop import Schedule
 from moexp.learn.predictor import train as training
 from moexp.learn.predictor.baselines import CONTEXT_FREE, PREVIOUS_TOKEN, baseline_hits
@@ -40,13 +40,13 @@ from moexp.learn.predictor.train import (
     routing_loss,
     start,
 )
-from moexp.runtime.drafters.tree import DraftTree
+from moexp.runtime.drafters.draft_tree import DraftTree, blocks_of
 from moexp.runtime.engine.engine import AR
 from moexp.runtime.opening import open_predictor
 from moexp.runtime.predictors.backbone import fit_projection, open_backbone, pretrained_backbone, small_backbone
 from moexp.runtime.predictors.files import WEIGHTS, load_predictor, read_header, target_embedding, write_predictor
-from moexp.runtime.predictors.model import CHUNK, PredictorSession, RoutingPredictor, top_experts
-from moexp.runtime.predictors.routing import LearnedPredictor, NoPredictor, OraclePredictor, Recording, blocks_of
+from moexp.runtime.predictors.learned import CHUNK, LearnedPredictor, RoutingPredictor, top_experts
+from moexp.runtime.predictors.oracle import OraclePredictor, Recording
 from moexp.target.load import load_target
 from moexp.target.opening import open_target
 from tests.engines import make_engine, prompt
@@ -57,7 +57,7 @@ pytestmark = pytest.mark.e2e
 
 VOCAB, WIDTH = 50, 12
 
-GEOMETRY = TraceGeometry(layers=(1, 2, 4), num_experts=8, top_k=2)
+GEOMETRY = RoutingGeometry(layers=(1, 2, 4), num_experts=8, top_k=2)
 TREE = build([-1, 0, 0, 1, 1, 2, 3, 3], [0.0, *[-0.5] * 7], [3, 7, 8, 9, 4, 9, 1, 2])
 TEXT = [11, 5, 30, 2, 48, 17, 9]
 
@@ -66,7 +66,7 @@ def embedding(seed: int = 0) -> torch.Tensor:
     return torch.randn(VOCAB, WIDTH, generator=torch.Generator().manual_seed(seed)) * 0.1
 
 
-def model_of(*, context: int = 64, layers: int = 2, geometry: TraceGeometry = GEOMETRY) -> RoutingPredictor:
+def model_of(*, context: int = 64, layers: int = 2, geometry: RoutingGeometry = GEOMETRY) -> RoutingPredictor:
     torch.manual_seed(1)
     model = RoutingPredictor(small_backbone(16, layers, 2, context), embedding(), geometry, context=context)
     torch.nn.init.normal_(model.head.weight)  # as far apart as a trained head puts them
@@ -79,10 +79,13 @@ def logits_of(model: RoutingPredictor, tokens: list[int]) -> torch.Tensor:
         return model.logits(model.hidden(torch.tensor([tokens]))[0])
 
 
-def session_after(model: RoutingPredictor, tokens: list[int]) -> PredictorSession:
-    session = PredictorSession(model)
-    session.extend(tokens)
-    return session
+def predictor_after(model: RoutingPredictor, tokens: list[int], run: int = 0) -> LearnedPredictor:
+    """A predictor that follows a text whose next token is pending; of the text `run` tokens were a prompt."""
+    predictor = LearnedPredictor(model)
+    predictor.begin([*tokens[:run], *(tokens[run : run + 1] or [3])], 8)
+    if run < len(tokens):
+        predictor.commit([*tokens[run + 1 :], 3])
+    return predictor
 
 
 def close(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -106,50 +109,31 @@ def test_a_token_sees_what_is_before_it_and_nothing_behind():
 @pytest.mark.parametrize("flushed", [0, 4, 7], ids=lambda count: f"{count} of the text run before")
 def test_each_node_of_a_tree_has_the_logits_of_its_path_as_a_chain(flushed: int):
     model = model_of()
-    session = session_after(model, TEXT[:flushed])
-    session.flush()
-    session.extend(TEXT[flushed:])
-    logits_NLE = session.tree_logits(TREE)
+    predictor = predictor_after(model, TEXT, flushed)
+    logits_NLE = predictor.tree_logits(TREE)
     for node in range(len(TREE)):
         path = TREE.tokens_N[TREE.path(node)].tolist()
         assert close(logits_NLE[node], logits_of(model, [*TEXT, *path])[-1])
-    predicted = session.predict_tree(TREE)
+    predicted = predictor.predict(TREE)
     assert predicted.shape == (8, 3, 2) and predicted.dtype == np.int16
     assert np.array_equal(predicted, np.argsort(-logits_NLE.numpy(), axis=-1, kind="stable")[..., :2])
 
 
 def test_a_tree_leaves_the_text_as_it_was_and_a_path_can_be_continued():
     model = model_of()
-    session = session_after(model, TEXT)
-    before = session.tree_logits(TREE)
-    assert session.length == len(TEXT)
-    assert close(session.tree_logits(TREE), before)
-    session.extend([3, 7])
-    after = session.tree_logits(DraftTree.chain(4, [5], [-1.0]))
+    predictor = predictor_after(model, TEXT)
+    before = predictor.tree_logits(TREE)
+    assert close(predictor.tree_logits(TREE), before)
+    predictor.commit([7, 4])
+    after = predictor.tree_logits(DraftTree.chain(4, [5], [-1.0]))
     assert close(after, logits_of(model, [*TEXT, 3, 7, 4, 5])[-2:])
-
-
-@pytest.mark.parametrize("length", [9, 6, 3, 0])
-def test_rollback_forgets_tokens_that_were_run_and_tokens_that_were_not(length: int):
-    model = model_of()
-    session = session_after(model, TEXT[:5])
-    session.flush()
-    session.extend([*TEXT[5:], 20, 21])  # 9 in all, 5 of them run
-    session.rollback(length)
-    assert session.length == length
-    session.extend([13])
-    kept = [*TEXT, 20, 21][:length]
-    assert close(session.tree_logits(TREE)[0], logits_of(model, [*kept, 13, 3])[-1])
-    session.restart()
-    assert session.length == 0
-    assert close(session.tree_logits(TREE)[1], logits_of(model, [3, 7])[-1])
 
 
 def test_attention_reaches_back_as_far_as_was_trained_and_no_further():
     """One layer: beyond its reach the text makes no difference, and only distances count."""
     model, text = model_of(context=6, layers=1), prompt(CHUNK + 40, vocab=VOCAB)
     chain = DraftTree.chain(3, [7], [-1.0])
-    far = session_after(model, text).tree_logits(chain)
+    far = predictor_after(model, text).tree_logits(chain)
     assert close(far[0], logits_of(model, [*text[-5:], 3])[-1])
     assert close(far[1], logits_of(model, [*text[-4:], 3, 7])[-1])
     assert not close(far[0], logits_of(model, [*text[-4:], 3])[-1])
@@ -285,7 +269,7 @@ def planted_rows(samples: int = 60, length: int = 16) -> RoutingRows:
         token_T=token_T.astype(np.int32),
         experts_TLk=experts_TLk.astype(np.uint8),
     )
-    return rows_of([shard], TraceGeometry((0, 1), 8, 2), context=length)
+    return rows_of([shard], RoutingGeometry((0, 1), 8, 2), context=length)
 
 
 def lesson(rows: RoutingRows, steps: int, **changes: Any) -> Lesson:
@@ -519,26 +503,17 @@ def test_a_trace_that_does_not_fit_is_refused(tmp_path: Path):
 
 def test_the_learned_predictor_follows_a_request_from_cycle_to_cycle():
     model = model_of()
-    predictor = LearnedPredictor(PredictorSession(model))
+    predictor = LearnedPredictor(model)
     for text in (TEXT, TEXT[2:], [4]):  # one request after another
         tree = build([-1, 0, 0], [0.0, -1.0, -1.0], [text[-1], 7, 8])
         predictor.begin(text, 8)
         predicted = predictor.predict(tree)
-        assert predicted is not None
         assert np.array_equal(predicted[2], top_experts(logits_of(model, [*text, 8])[-1:], 2)[0].numpy())
         predictor.commit([7, 12])
         follows = predictor.predict(DraftTree.chain(12, [1], [-1.0]))
-        assert follows is not None
         assert np.array_equal(follows, top_experts(logits_of(model, [*text, 7, 12, 1])[-2:], 2).numpy())
         with pytest.raises(AssertionError, match="not the pending token"):
             predictor.predict(DraftTree.chain(13, [], []))
-
-
-def test_no_predictor_predicts_nothing():
-    predictor = NoPredictor()
-    predictor.begin(TEXT, 4)
-    predictor.commit([1])
-    assert predictor.predict(TREE) is None
 
 
 @pytest.mark.parametrize("rows", [4, 5, 8, 20])
@@ -564,7 +539,6 @@ def test_the_oracle_is_the_targets_routing_of_each_path_and_is_replayed_without_
         emitted = [*tree.tokens_N[[1, 3]].tolist(), 77]
         oracle.commit(emitted)
         second = oracle.predict(DraftTree.chain(77, [5, 6], [-1.0, -1.0]))
-        assert first is not None and second is not None
         return [first, second]
 
     first, second = decode(OraclePredictor(recording, engine))
@@ -625,10 +599,10 @@ def test_train_predictor_from_the_command_line(tmp_path: Path, moexp_home: Path,
 
     target = open_target(recipe)
     model = open_predictor(recipe, target)
-    predictor = LearnedPredictor(PredictorSession(model))
+    predictor = LearnedPredictor(model)
     predictor.begin([5, 6], 4)
     routing = predictor.predict(DraftTree.chain(6, [7], [-1.0]))
-    assert routing is not None and routing.shape == (2, *np.array([len(target.spec.moe_layers), target.spec.top_k]))
+    assert routing.shape == (2, *np.array([len(target.spec.moe_layers), target.spec.top_k]))
     (weights.parent / "predictor.json").write_text(json.dumps({**header, "target": "f" * 64}))
     refused = moexp_("train-predictor")
     assert refused.exit_code == 2 and "a predictor of another target is there" in refused.stderr

@@ -18,7 +18,7 @@ from moexp.config.recipe import load_recipe
 from moexp.metrics import Interval
 from moexp.records import RequestRecord, StepRecord
 from moexp.tables.core.run import load_measured
-from moexp.tables.core.table import Row, Table, View, put, text, text_of, to_csv, to_markdown, write_table
+from moexp.tables.core.table import Row, Table, View, set_interval, text, text_of, to_csv, to_markdown, write_table
 from moexp.tables.draftexpert.data import load_run
 from moexp.tables.draftexpert.labels import AR, FIXED, FULL, LOSSES, TRUNCATED
 from moexp.tables.draftexpert.tables import TABLES, build_tables
@@ -322,9 +322,9 @@ def test_csv_keeps_missing_apart_from_zero():
 
 def test_a_cell_holds_value_and_interval():
     row: Row = {}
-    put(row, "x", Interval(1.234, 1.0, 1.5, 3))
-    put(row, "y", Interval(2.0, None, None, 1))
-    put(row, "z", None)
+    set_interval(row, "x", Interval(1.234, 1.0, 1.5, 3))
+    set_interval(row, "y", Interval(2.0, None, None, 1))
+    set_interval(row, "z", None)
     assert (text_of(row, "x"), text_of(row, "y"), text_of(row, "z")) == ("1.23 (1.00..1.50)", "2.00", "-")
     assert (text(0.0), text(None), text(3)) == ("0.00", "-", "3")
 

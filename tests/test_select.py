@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moexp.base.errors import MoexpError
-from moexp.runtime.selectors.chain import POLICIES, Truncation
+from moexp.runtime.selectors.confidence_expansion import POLICIES, Truncation
 
 STEPS = st.lists(
     st.tuples(st.floats(0, 1), st.sets(st.integers(0, 30), min_size=1, max_size=10)), min_size=1, max_size=8

@@ -16,7 +16,7 @@ from moexp.runtime.decoding.method import Method
 from moexp.runtime.opening import opened_store
 from moexp.runtime.recording.files import read_recording
 from moexp.runtime.recording.recorder import Recorder
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.verifiers.sampling import Sampling
 from moexp.sim.costs import ComputeCosts
 from moexp.sim.link import LinkModel
 from moexp.sim.machine import MachineModel

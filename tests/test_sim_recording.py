@@ -26,7 +26,7 @@ from moexp.runtime.recording.recorder import PARTS, WARMUP, Recorder
 from moexp.runtime.store.direct_io import FileSource
 from moexp.runtime.store.policies import make_policy
 from moexp.runtime.store.store import SlotStore
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.verifiers.sampling import Sampling
 from moexp.sim.blocks import Setting, fixed_methods, recorded_blocks
 from moexp.sim.costs import ComputeCosts
 from moexp.sim.link import LinkModel
@@ -48,7 +48,7 @@ METHODS = [
     DRAFTS,
     dataclasses.replace(DRAFTS, prefetch=True),
     dataclasses.replace(DRAFTS, policy="confidence-expansion", tau=0.9, budget=2, prefetch=True, prefetch_top=2),
-    dataclasses.replace(DRAFTS, prefetch=True, prefetch_inline=False, lookahead=True, name="late prefetch"),
+    dataclasses.replace(DRAFTS, prefetch=True, prefetch_inline=False, name="late prefetch"),
 ]
 FAST = LinkModel(1e30, concurrency=1 << 20)
 

@@ -21,11 +21,11 @@ from moexp.base.errors import MoexpError
 from moexp.cli import main as cli
 from moexp.config.recipe import list_recipes
 from moexp.config.sections import DecodeSection
-from moexp.data.traces import TraceGeometry, TraceManifest, TraceShard, expert_demands, read_trace, write_shard
+from moexp.data.traces import RoutingGeometry, TraceManifest, TraceShard, expert_demands, read_trace, write_shard
 from moexp.metrics import expected_acceptance
 from moexp.records import RecordWriter, RequestRecord, StepRecord
 from moexp.runtime.opening import traced_demands
-from moexp.runtime.recording.files import RecordedPass, RecordingInfo, RoutingGeometry
+from moexp.runtime.recording.files import RecordedPass, RecordingInfo
 from moexp.runtime.recording.recorder import Recorder
 from moexp.sim.adapt import Simulated, on_platform
 from moexp.sim.blocks import Setting
@@ -120,7 +120,7 @@ def run(tmp_path: Path) -> Path:
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     rng, folder = np.random.default_rng(1), tmp_path / "trace"
-    manifest = TraceManifest("f" * 64, "tiny", TraceGeometry(LAYERS, EXPERTS, TOP_K), False, "made up", "1")
+    manifest = TraceManifest("f" * 64, "tiny", RoutingGeometry(LAYERS, EXPERTS, TOP_K), False, "made up", "1")
     sample_T = np.repeat(np.arange(4), 25)
     shard = TraceShard(sample_T, np.tile(np.arange(25), 4), np.zeros(100), routed(rng, 100).swapaxes(0, 1), None)
     manifest.shards.append(write_shard(folder, 0, shard, manifest))

@@ -14,7 +14,15 @@ from hypothesis import strategies as st
 
 from moexp.base.errors import MoexpError
 from moexp.config.recipe import Recipe, load_recipe
-from moexp.data.traces import MANIFEST, TraceGeometry, TraceManifest, TraceShard, read_manifest, read_trace, write_shard
+from moexp.data.traces import (
+    MANIFEST,
+    RoutingGeometry,
+    TraceManifest,
+    TraceShard,
+    read_manifest,
+    read_trace,
+    write_shard,
+)
 from moexp.learn.trace import trace
 from moexp.learn.trace.statistics import expert_load, union_growth
 from moexp.learn.trace.trace import by_gate, limited, shards_of, trace_routing
@@ -24,7 +32,7 @@ from moexp.runtime.store.store import open_store
 from moexp.target.load import load_target, target_identity
 from tests.tiny_models import tiny_folder
 
-GEOMETRY = TraceGeometry(layers=(1, 3), num_experts=12, top_k=3)
+GEOMETRY = RoutingGeometry(layers=(1, 3), num_experts=12, top_k=3)
 TEXTS = ["The quick brown fox jumps over the lazy dog.", "Grüße aus Köln 🙂", "x", "one two three four " * 5]
 
 
@@ -213,7 +221,7 @@ def test_no_text_is_an_error(target: Path, tmp_path: Path):
 # --- reading ---
 
 
-def random_shard(tokens: int = 30, seed: int = 0, geometry: TraceGeometry = GEOMETRY) -> TraceShard:
+def random_shard(tokens: int = 30, seed: int = 0, geometry: RoutingGeometry = GEOMETRY) -> TraceShard:
     generator = np.random.default_rng(seed)
     layers, k = len(geometry.layers), geometry.top_k
     experts = generator.random((tokens, layers, geometry.num_experts)).argsort(-1)[..., :k]
@@ -244,7 +252,7 @@ def test_what_was_written_is_read(tmp_path: Path):
 
 
 def test_ids_above_a_byte_are_kept(tmp_path: Path):
-    geometry = TraceGeometry((0,), 300, 2)
+    geometry = RoutingGeometry((0,), 300, 2)
     manifest = TraceManifest("t", "x", geometry, False, "test", "id", complete=True)
     shard = random_shard(geometry=geometry)
     manifest.shards = [write_shard(tmp_path, 0, shard, manifest)]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moexp.base.errors import MoexpError
-from moexp.runtime.drafters.tree import DraftTree, TreeBuilder, TreeShape
-from tests.trees import build, plane_trees, random_tree, renumbered, trees
+from moexp.runtime.drafters.draft_tree import DraftTree, TreeBuilder, TreeShape
+from tests.trees import build, full_size, plane_trees, random_tree, renumbered, trees
 
 SEEDS = st.integers(0, 2**32 - 1)
 
@@ -22,21 +22,15 @@ def ancestors(tree: DraftTree, node: int) -> set[int]:
 
 
 @settings(max_examples=50)
-@given(trees(), st.integers(0, 4))
-def test_masks_depths_and_positions_follow_the_ancestor_relation(tree, padding):
-    count = len(tree)
-    mask_TT = tree.mask(count + padding)
-    for node in range(count):
+@given(trees())
+def test_masks_and_depths_follow_the_ancestor_relation(tree):
+    mask_NN = tree.mask()
+    for node in range(len(tree)):
         above = ancestors(tree, node)
         assert set(tree.path(node)) == above and tree.path(node)[0] == 0 and tree.path(node)[-1] == node
-        assert set(np.flatnonzero(mask_TT[node])) == above
+        assert set(np.flatnonzero(mask_NN[node])) == above
         assert tree.depths_N[node] == len(above) - 1
         assert tree.path_probs_N[node] == pytest.approx(math.exp(sum(tree.log_probs_N[list(above)])))
-    assert np.array_equal(mask_TT[count:], np.eye(count + padding, dtype=bool)[count:]), "padding sees itself alone"
-    assert np.array_equal(tree.mask(), mask_TT[:count, :count])
-    positions_T = tree.positions(40, count + padding)
-    assert positions_T[:count].tolist() == (tree.depths_N + 40).tolist() == tree.positions(40).tolist()
-    assert len(positions_T) == count + padding
 
 
 @settings(max_examples=50)
@@ -60,7 +54,7 @@ def test_a_subtree_keeps_its_nodes_and_their_paths(tree, seed):
     rng = np.random.default_rng(seed)
     nodes = renumbered(tree, rng)[: rng.integers(1, len(tree) + 1)]
     assert tree.is_prefix_closed(nodes)
-    for order, taken in [(nodes, tree.take(nodes)), (tree.depth_first(nodes), tree.subtree(nodes))]:
+    for order, taken in [(nodes, tree.take(nodes)), (tree.depth_first(nodes), tree.take(tree.depth_first(nodes)))]:
         assert sorted(order) == sorted(nodes) and len(taken) == len(nodes)
         for at, node in enumerate(order):
             assert taken.tokens_N[taken.path(at)].tolist() == tree.tokens_N[tree.path(node)].tolist()
@@ -88,18 +82,8 @@ def test_depth_first_begins_with_the_path_of_likeliest_children(tree):
     while below := tree.children[order[at]]:
         at += 1
         assert order[at] == max(below, key=lambda child: (tree.path_probs_N[child], -child))
-    mask = tree.subtree(range(len(tree))).mask()
+    mask = tree.take(order).mask()
     assert np.array_equal(mask[: at + 1, : at + 1], np.tri(at + 1, dtype=bool)), "a chain's own mask"
-
-
-@settings(max_examples=50)
-@given(trees(), st.data())
-def test_the_standing_path_ends_where_no_child_stands(tree, data):
-    stands = [True] + [data.draw(st.booleans()) for _ in range(1, len(tree))]
-    path = tree.standing_path(stands)
-    assert path == tree.path(path[-1])
-    assert all(stands[node] for node in path)
-    assert not any(stands[child] for child in tree.children[path[-1]])
 
 
 def test_a_chain_is_a_tree():
@@ -108,7 +92,6 @@ def test_a_chain_is_a_tree():
     assert chain.tokens_N.tolist() == [7, 8, 8, 9] and chain.depths_N.tolist() == [0, 1, 2, 3]
     assert np.array_equal(chain.mask(), np.tri(4, dtype=bool))
     assert chain.depth_first() == [0, 1, 2, 3]
-    assert chain.positions(5, 8).tolist() == [5, 6, 7, 8, 8, 8, 8, 8]
     assert not build([-1, 0, 0], [0, -1, -1]).is_chain
     assert DraftTree.chain(7, [], []).is_chain
 
@@ -187,13 +170,13 @@ def test_growing_expands_the_likeliest_of_each_step(steps, width, beam, pruned):
         tuple(tree.tokens_N[tree.path(node)].tolist()): float(tree.path_probs_N[node]) for node in range(len(tree))
     }
     assert found == pytest.approx(grown_by_hand(shape))
-    assert len(tree) == shape.max_nodes
+    assert len(tree) == full_size(shape)
 
 
 def test_the_papers_shape():
     """3 steps, top-2: all candidates of a step, or only those kept."""
-    assert TreeShape().max_nodes == 1 + 2 + 4 + 4
-    assert TreeShape(pruned=True).max_nodes == 1 + 2 + 2 + 2
+    assert full_size(TreeShape()) == 1 + 2 + 4 + 4
+    assert full_size(TreeShape(pruned=True)) == 1 + 2 + 2 + 2
     assert grow(TreeShape(steps=4, width=1, beam=1)).tree.is_chain
 
 

@@ -13,24 +13,14 @@ from hypothesis import strategies as st
 
 from moexp.base.errors import MoexpError
 from moexp.papers import load_paper
-from moexp.runtime.drafters.tree import DraftTree
-from moexp.runtime.selectors.chain import Truncation
-from moexp.runtime.selectors.tree import (
-    SELECTORS,
-    ChainTruncation,
-    Confidence,
-    GlobalCost,
-    MarginalCost,
-    SelectorOptions,
-    count_experts,
-    make_selector,
-    marginal_costs,
-    pack_experts,
-    path_experts,
-    scores,
-    select,
-    unpack_experts,
-)
+from moexp.runtime.drafters.draft_tree import DraftTree
+from moexp.runtime.selectors.confidence import Confidence
+from moexp.runtime.selectors.confidence_expansion import ChainTruncation, Truncation
+from moexp.runtime.selectors.expert_sets import count_experts, pack_experts, unpack_experts
+from moexp.runtime.selectors.global_cost import GlobalCost, path_experts
+from moexp.runtime.selectors.marginal_cost import MarginalCost
+from moexp.runtime.selectors.registry import SELECTORS, SelectorOptions, make_selector
+from moexp.runtime.selectors.selector import scores, select
 from tests.trees import build, random_tree, renumbered, routing, trees
 
 LAYERS, EXPERTS = 2, 70
@@ -52,6 +42,11 @@ def random_sets(nodes: int, rng: np.random.Generator) -> np.ndarray:
 def path_sets(tree: DraftTree, experts_NLW) -> list[set]:
     own = sets_of(experts_NLW)
     return [set().union(*(own[above] for above in tree.path(node))) for node in range(len(tree))]
+
+
+def marginal_costs(paths_NLW, covered_LW):
+    """The paper's equation 8, as it stands."""
+    return count_experts(paths_NLW & ~covered_LW)
 
 
 def algorithm_1(tree, gamma, paths, covered, epsilon):
@@ -85,9 +80,8 @@ def test_the_papers_worked_example():
 
     def shown(buffer):
         covered_LW = pack_experts(np.array([buffer], dtype=int), 9)
-        return dict(
-            zip(names, scores(tree.path_probs_N, marginal_costs(paths_NLW, covered_LW), 1e-9).tolist(), strict=True)
-        )
+        costs_N = marginal_costs(paths_NLW, covered_LW)
+        return dict(zip(names, scores(tree.path_probs_N, costs_N, 1e-9).tolist(), strict=True))
 
     for step, digits in ((first, 1e-3), (second, 1e-2)):  # the paper cuts digits off
         found = {name: score for name, score in shown(step["buffer"]).items() if name in step["scores"]}
@@ -269,7 +263,7 @@ def test_the_cheapest_choice_is_the_cheapest_of_all_that_are_prefix_closed(tree,
 def test_the_search_for_the_cheapest_choice_ends_where_it_must(monkeypatch):
     rng = np.random.default_rng(0)
     tree, experts_NLW = random_tree(40, rng), random_sets(40, rng)
-    monkeypatch.setattr("moexp.runtime.selectors.tree.Cheapest.steps", 50)
+    monkeypatch.setattr("moexp.runtime.selectors.cheapest.Cheapest.steps", 50)
     nodes = select(make_selector("cheapest", SelectorOptions()), tree, 8, experts_NLW).nodes
     assert len(nodes) == 8 and tree.is_prefix_closed(nodes)
 
@@ -291,21 +285,17 @@ def test_experts_that_are_covered_from_the_start_cost_nothing():
     st.floats(0, 1),
     st.integers(0, 6),
     st.integers(1, 10),
-    st.one_of(st.none(), st.integers(0, 20)),
 )
-def test_confidence_expansion_cuts_a_chain_as_the_loop_over_drafted_tokens_does(
-    log_probs, seed, tau, budget, gamma, capacity
-):
+def test_confidence_expansion_cuts_a_chain_as_the_loop_over_drafted_tokens_does(log_probs, seed, tau, budget, gamma):
     tree = DraftTree.chain(1, [2] * len(log_probs), log_probs)
     experts_NLW = random_sets(len(tree), np.random.default_rng(seed))
-    fixed = None if capacity is not None else budget
-    truncation = Truncation("confidence-expansion", tau, fixed, capacity)
+    truncation = Truncation("confidence-expansion", tau, budget)
     kept = 0
     for log_prob, experts in zip(log_probs, sets_of(experts_NLW), strict=False):
         if kept == gamma - 1 or not truncation.offer(math.exp(log_prob), experts):
             break
         kept += 1
-    selector = make_selector("confidence-expansion", SelectorOptions(tau=tau, budget=fixed, capacity=capacity))
+    selector = make_selector("confidence-expansion", SelectorOptions(tau=tau, budget=budget))
     assert select(selector, tree, gamma, experts_NLW).nodes == tuple(range(kept + 1))
 
 

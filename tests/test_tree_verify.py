@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moexp.runtime.drafters.tree import DraftTree
-from moexp.runtime.verifiers.chain import Sampler, Sampling, Verdict, probabilities, verify_greedy, verify_sampled
-from moexp.runtime.verifiers.tree import TreeVerdict, verify_tree, verify_tree_greedy, verify_tree_sampled
+from moexp.runtime.drafters.draft_tree import DraftTree
+from moexp.runtime.verifiers.chain import Verdict, verify_greedy, verify_sampled
+from moexp.runtime.verifiers.sampling import Sampler, Sampling, probabilities
+from moexp.runtime.verifiers.tree import verify_tree, verify_tree_greedy, verify_tree_sampled
 from tests.branches import Branches
 from tests.trees import build, plane_trees, renumbered, trees
 
@@ -106,9 +107,9 @@ def test_the_enumeration_can_fail():
         for child in tree.children[0]:
             token = int(tree.tokens_N[child])
             if flip(float(p_V[token])):
-                return TreeVerdict((0,), token)
+                return Verdict((0,), token)
             p_V[token] = 0
-        return TreeVerdict((0,), draw_from(p_V / p_V.sum()))
+        return Verdict((0,), draw_from(p_V / p_V.sum()))
 
     tree, target = random_tokens([-1, 0, 0], np.random.default_rng(0)), language(0, SAMPLINGS[0])
     found = outcomes(tree, target, wrong)
@@ -139,7 +140,7 @@ def test_a_rejection_that_leaves_nothing_is_rounding():
     tree = build([-1, 0], [0.0, -1.0], [0, 1])
     flips = iter([False])  # a uniform number above even a probability of almost 1
     verdict = verify_tree_sampled(tree, lambda node: p_V, lambda p: next(flips), lambda p_V: int(p_V.argmax()))
-    assert verdict == TreeVerdict((0, 1), 1)
+    assert verdict == Verdict((0, 1), 1)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS[:3], ids=str)
@@ -154,7 +155,7 @@ def test_a_chain_shaped_tree_is_the_chain_path(sampling, tokens, seed):
     for draws in range(4):
         one, other = Sampler(draws), Sampler(draws)
         verdict = verify_tree_sampled(tree, p.__getitem__, one.flip, one.draw)
-        assert Verdict(verdict.accepted, verdict.bonus) == verify_sampled(tokens, q, p, other.flip, other.draw)
+        assert verdict == verify_sampled(tokens, q, p, other.flip, other.draw)
         assert verdict.path == tuple(range(verdict.accepted + 1))
 
 
@@ -163,7 +164,7 @@ def test_a_chain_shaped_tree_is_the_chain_path(sampling, tokens, seed):
 def test_a_chain_shaped_tree_is_the_chain_path_when_greedy(pairs, last):
     draft, target = [token for token, _ in pairs], [token for _, token in pairs] + [last]
     verdict = verify_tree_greedy(DraftTree.chain(9, draft, [-1.0] * len(draft)), target)
-    assert Verdict(verdict.accepted, verdict.bonus) == verify_greedy(draft, target)
+    assert verdict == verify_greedy(draft, target)
 
 
 @settings(max_examples=50)
@@ -181,7 +182,7 @@ def test_greedy_emits_what_the_target_alone_would(tree, data):
         if not after:
             break
         node = after[0]
-    assert verdict.tokens(tree) == emitted
+    assert verdict.tokens(tree.tokens_N.tolist()) == emitted
     assert list(verdict.path) == tree.path(node) and verdict.accepted == len(emitted) - 1
     assert verdict.bonus == emitted[-1]
 

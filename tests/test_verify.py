@@ -12,16 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from moexp.base.errors import MoexpError
-from moexp.runtime.verifiers.chain import (
-    Sampler,
-    Sampling,
-    Verdict,
-    draw,
-    probabilities,
-    residual,
-    verify_greedy,
-    verify_sampled,
-)
+from moexp.runtime.verifiers.chain import Verdict, residual, verify_greedy, verify_sampled
+from moexp.runtime.verifiers.sampling import Sampler, Sampling, draw, probabilities
 from tests.branches import Branches
 
 TOKENS = st.integers(0, 3)
@@ -31,7 +23,7 @@ TOKENS = st.integers(0, 3)
 def test_greedy_accepts_the_common_prefix_and_adds_the_targets_token(pairs, last):
     draft, target = [d for d, _ in pairs], [t for _, t in pairs] + [last]
     common = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-    assert verify_greedy(draft, target) == Verdict(common, target[common])
+    assert verify_greedy(draft, target) == Verdict.of_chain(common, target[common])
 
 
 def random_language(seed, vocab, sampling, sharpness=2.0):

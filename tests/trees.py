@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from hypothesis import strategies as st
 
-from moexp.runtime.drafters.tree import DraftTree
+from moexp.runtime.drafters.draft_tree import DraftTree, TreeShape
 
 
 def build(parents: list[int], log_probs: list[float], tokens: list[int] | None = None) -> DraftTree:
@@ -59,3 +59,13 @@ def plane_trees(nodes: int) -> Iterator[list[int]]:
 def routing(nodes: int, layers: int, experts: int, top_k: int, rng: np.random.Generator) -> np.ndarray:
     """Distinct random expert ids [N, L, k]."""
     return np.argsort(rng.random((nodes, layers, experts)), axis=-1)[..., :top_k]
+
+
+def full_size(shape: TreeShape) -> int:
+    """Nodes of a full tree, the root included."""
+    nodes, expanded = 1, 1
+    for _ in range(shape.steps):
+        candidates = expanded * shape.width
+        expanded = min(shape.beam, candidates)
+        nodes += expanded if shape.pruned else candidates
+    return nodes

@@ -20,8 +20,8 @@ from moexp.audit import (
     ours,
     ours_ecospec,
 )
-from moexp.audit.files import run_checks
 from moexp.audit.lines import Line
+from moexp.audit.rules import run_checks
 from moexp.audit.text import terminal_tables, write_files
 from moexp.papers import Paper, load_paper
 
@@ -70,7 +70,7 @@ def paper_lines() -> list[Line]:
 
 def our_lines(folder: Path) -> tuple[list[Line], list[str]]:
     """The same formulas on a results folder, and what is left out; MoexpError where a file is malformed."""
-    return run_checks(folder, [*ours.checks(), *ours_ecospec.checks()])
+    return run_checks(folder, [*ours.CHECKS, *ours_ecospec.CHECKS])
 
 
 def run_audit(

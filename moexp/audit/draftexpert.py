@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from moexp import metrics
-from moexp.audit.lines import Input, Line, derive, only, printed
+from moexp.audit.lines import Input, Line, cell, derive, only, printed
 from moexp.papers import Paper
 
 NAME = "draftexpert"
@@ -16,45 +15,54 @@ DRAFT_TOKENS = 4  # K of table 3
 TOP_K = 6
 
 CHOSEN = Input("k", TOP_K, "Table 1")
-K = Input("K", DRAFT_TOKENS, "Table 3")
+CYCLE = "(1 + K a) / (K c / s + v)"
+FULL = "confidence-expansion+prefetch"
+INDEPENDENT = "assumes that tokens agree independently with one p"
 
 
-def places() -> Iterator[tuple[str, str, str]]:
+def pairs() -> Iterator[tuple[str, str, str]]:
+    """Target, platform, and both in short."""
     for target, short in TARGETS.items():
         for platform, name in PLATFORMS.items():
             yield target, platform, f"{short}.{name}"
 
 
+def top_1_speed(paper: Paper, name: str) -> Input:
+    """Top-1 drafting's speed over the target (Figure 2)."""
+    return printed(only(paper.figures[2]["rows"], drafter="top-1"), "draft_speedup", "Figure 2", name)
+
+
+def mobile_rates(paper: Paper) -> list[Input]:
+    """AR's tokens/s on MN, all weights resident and experts staged from flash (Table 1)."""
+    row = only(paper.table(1).rows, platform="MN")
+    columns = {"resident": "ar_tps_resident_reference", "staged": "ar_tps_flash_staged"}
+    return [Input(name, row[column], "Table 1", 0.01) for name, column in columns.items()]
+
+
 def _cost_inputs(paper: Paper, target: str, platform: str, drafter: str, policy: str) -> list[Input]:
     """Acceptance a and cost c (Table 3), top-1's speed s over the target (Figure 2), verification cost v (Table 4)."""
-    draft = only(paper.table(3).rows, target=target, platform=platform, drafter=drafter)
-    verify = only(paper.table(4).rows, target=target, platform=platform, policy=policy)
-    speed = only(paper.figures[2]["rows"], drafter="top-1")
+    draft = {"target": target, "platform": platform, "drafter": drafter}
     return [
-        printed(draft, "acceptance", "Table 3", "a"),
-        printed(draft, "cost", "Table 3", "c"),
-        printed(speed, "draft_speedup", "Figure 2", "s"),
-        printed(verify, "verify_cost", "Table 4", "v"),
+        cell(paper, 3, "acceptance", "a", **draft),
+        cell(paper, 3, "cost", "c", **draft),
+        top_1_speed(paper, "s"),
+        cell(paper, 4, "verify_cost", "v", target=target, platform=platform, policy=policy),
     ]
-
-
-def _cycle(a: float, c: float, s: float, v: float) -> float:
-    return metrics.cycle_speedup(1 + DRAFT_TOKENS * a, DRAFT_TOKENS, c / s, v)
 
 
 def cycles(paper: Paper) -> Iterator[Line]:
     """Speedup = (1 + K a) / (K c / s + v) of full blocks of K = 4 (Tables 2, 3, 4, Figure 2)."""
-    policies = {"fixed": ("fixed", "fixed K = 4"), "confidence-expansion+prefetch": ("full", "K = 4 at full costs")}
+    policies = {"fixed": ("fixed", "fixed K = 4"), FULL: ("full", "K = 4 at full costs")}
     for policy, (short, words) in policies.items():
-        for target, platform, place in places():
-            row = only(paper.table(2).rows, target=target, platform=platform, method="draft-expert")
+        for target, platform, ends in pairs():
             note = "Figure 2 does not say of which target and platform s is"
             if short == "full":
                 note += "; this policy's blocks are shorter than K, by how much is not printed"
             yield derive(
-                f"de.cycle.{short}.{place}", NAME, f"Speedup of {target} on {platform}, {words}",
-                "(1 + K a) / (K c / s + v)", _cycle, _cost_inputs(paper, target, platform, "draft-expert", policy),
-                printed(row, "speedup", "Table 2"), unit="x", note=note,
+                NAME, CYCLE, _cost_inputs(paper, target, platform, "draft-expert", policy),
+                cell(paper, 2, "speedup", target=target, platform=platform, method="draft-expert"),
+                id=f"de.cycle.{short}.{ends}", what=f"Speedup of {target} on {platform}, {words}",
+                given={"K": str(DRAFT_TOKENS)}, unit="x", note=note,
             )  # fmt: skip
 
 
@@ -63,108 +71,79 @@ def truncated(paper: Paper) -> Iterator[Line]:
     why = "neither its tokens/s nor the mean length of its blocks is printed"
     yield Line("de.cycle.truncated", NAME, "Speedup with truncation and without prefetch", "(1 + n a) / (n c / s + v)",
                (), None, note=why)  # fmt: skip
-    for target, platform, place in places():
-        row = only(paper.table(2).rows, target=target, platform=platform, method="draft-expert")
-        inputs = _cost_inputs(paper, target, platform, "draft-expert", "confidence-expansion+prefetch")
+    for target, platform, ends in pairs():
+        speedup = cell(paper, 2, "speedup", "S", target=target, platform=platform, method="draft-expert")
         yield derive(
-            f"de.block.{place}", NAME, f"Draft tokens a cycle, {target} on {platform}, full method",
-            "n of S = (1 + n a) / (n c / s + v): (S v - 1) / (a - S c / s)",
-            lambda a, c, s, v, speedup: (speedup * v - 1) / (a - speedup * c / s),
-            [*inputs, printed(row, "speedup", "Table 2", "S")], unit="tokens",
+            NAME, "n of S = (1 + n a) / (n c / s + v): (S v - 1) / (a - S c / s)",
+            [*_cost_inputs(paper, target, platform, "draft-expert", FULL), speedup],
+            id=f"de.block.{ends}", what=f"Draft tokens a cycle, {target} on {platform}, full method", unit="tokens",
             note="the paper prints no mean length of truncated blocks; a is taken from full blocks",
         )  # fmt: skip
 
 
 def top_r(paper: Paper) -> Iterator[Line]:
     """Tokens/s of the best shared + top-r drafter with full blocks, r = 1, 2, 3 (Tables 2, 3, 4, Figure 2)."""
-    rows = paper.table(2).rows
-    for target, platform, place in places():
-        ar = printed(only(rows, target=target, platform=platform, method="ar"), "tokens_per_s", "Table 2", "AR")
+    for target, platform, ends in pairs():
+        keys = {"target": target, "platform": platform}
+        ar = cell(paper, 2, "tokens_per_s", "AR", method="ar", **keys)
         lines = [
             derive(
-                "", NAME, "", "max over r of AR (1 + K a) / (K c / s + v)",
-                lambda a, c, s, v, rate: rate * _cycle(a, c, s, v),
-                [*_cost_inputs(paper, target, platform, f"top-{r}", "fixed"), ar],
-                printed(only(rows, target=target, platform=platform, method="top-r"), "tokens_per_s", "Table 2"),
-                unit="tokens/s", note=f"r = {r}; which r Table 2 takes is not printed",
+                NAME, f"AR {CYCLE}", [*_cost_inputs(paper, target, platform, f"top-{r}", "fixed"), ar],
+                cell(paper, 2, "tokens_per_s", method="top-r", **keys), given={"K": str(DRAFT_TOKENS)},
+                id=f"de.top-r.{ends}", what=f"Best top-r of {target} on {platform}, tokens/s", unit="tokens/s",
+                note=f"r = {r}; which r Table 2 takes is not printed",
             )
             for r in (1, 2, 3)
         ]  # fmt: skip
         best = max(lines, key=lambda line: line.implied or 0.0)
-        yield replace(best, id=f"de.top-r.{place}", what=f"Best top-r of {target} on {platform}, tokens/s")
+        yield replace(best, formula=f"max over r of {best.formula}")
 
 
 def agreements(paper: Paper) -> Iterator[Line]:
     """Acceptance at K = 4 if every token agrees independently with Table 5's p, and the p that Table 3 needs."""
-    stages = {"top-1 (untrained)": "top-1", "+ router": "draft-expert"}
+    mean = "(p + p^2 + p^3 + p^4) / 4"
     for target, short in TARGETS.items():
-        for loss, drafter in stages.items():
-            five = only(paper.table(5).rows, target=target, loss=loss)
-            three = only(paper.table(3).rows, target=target, platform="CG", drafter=drafter)
+        for loss, drafter in {"top-1 (untrained)": "top-1", "+ router": "draft-expert"}.items():
+            agreement = cell(paper, 5, "agreement", "p", target=target, loss=loss)
+            accepted = cell(paper, 3, "acceptance", target=target, platform="CG", drafter=drafter)
             yield derive(
-                f"de.accept.{short}.{drafter}", NAME, f"Acceptance of {drafter}, {target}, from agreement",
-                "(p + p^2 + p^3 + p^4) / 4", metrics.expected_acceptance, [printed(five, "agreement", "Table 5", "p")],
-                printed(three, "acceptance", "Table 3"),
-                note="assumes that tokens agree independently with one p",
+                NAME, mean, [agreement], accepted, id=f"de.accept.{short}.{drafter}",
+                what=f"Acceptance of {drafter}, {target}, from agreement", note=INDEPENDENT,
             )  # fmt: skip
         yield derive(
-            f"de.agreement.{short}", NAME, f"Agreement that the draft expert's acceptance needs, {target}",
-            "p of (p + p^2 + p^3 + p^4) / 4 = a", agreement_for, [printed(three, "acceptance", "Table 3", "a")],
-            printed(five, "agreement", "Table 5"), note="assumes that tokens agree independently with one p",
+            NAME, f"p of {mean} = a", [replace(accepted, name="a")], replace(agreement, name="agreement"),
+            id=f"de.agreement.{short}", what=f"Agreement that the draft expert's acceptance needs, {target}",
+            note=INDEPENDENT,
         )  # fmt: skip
-
-
-def agreement_for(acceptance: float) -> float:
-    """The per-token agreement p with `metrics.expected_acceptance(p)` = acceptance, by bisection."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if metrics.expected_acceptance(middle) < acceptance else (low, middle)
-    return (low + high) / 2
 
 
 def draft_costs(paper: Paper) -> Iterator[Line]:
     """What loading in proportion to r implies for drafting: a step costs c + L r / k (Figure 2, Tables 1, 3)."""
-    figure = {row["drafter"]: row for row in paper.figures[2]["rows"]}
-    speed = printed(figure["top-1"], "draft_speedup", "Figure 2", "s1")
-    (mobile,) = [row for row in paper.table(1).rows if row["platform"] == "MN"]
-    rates = [
-        Input("resident", mobile["ar_tps_resident_reference"], "Table 1", 0.01),
-        Input("staged", mobile["ar_tps_flash_staged"], "Table 1", 0.01),
-    ]
+    speed, rates = top_1_speed(paper, "s1"), mobile_rates(paper)
     for r in (2, 3):
         drafter, more = f"top-{r}", Input("r", r, "Table 3")
+        figure = printed(only(paper.figures[2]["rows"], drafter=drafter), "draft_speedup", "Figure 2")
+        costs = {
+            platform: cell(paper, 3, "cost", target="DeepSeek-V2-Lite", platform=platform, drafter=drafter)
+            for platform in PLATFORMS
+        }
         yield derive(
-            f"de.draft.speed.{drafter}", NAME, f"Speed of {drafter} drafting over the target",
-            "(1 + x) / (1 + x r / k) with x = (s1 - 1) / (1 - s1 / k)", lambda s, k, r: _draft_speed(s, k, r),
-            [speed, CHOSEN, more], printed(figure[drafter], "draft_speedup", "Figure 2"), unit="x",
+            NAME, "(1 + x) / (1 + x r / k) with x = (s1 - 1) / (1 - s1 / k)", [speed, CHOSEN, more], figure,
+            id=f"de.draft.speed.{drafter}", what=f"Speed of {drafter} drafting over the target", unit="x",
         )  # fmt: skip
-        keys = {"target": "DeepSeek-V2-Lite", "drafter": drafter}
-        found = {p: only(paper.table(3).rows, platform=p, **keys) for p in PLATFORMS}
         yield derive(
-            f"de.draft.cost.{drafter}.cg", NAME, f"Cost of {drafter} over top-1, DeepSeek-V2-Lite on CG",
-            "s1 / s_r", lambda one, other: one / other,
-            [speed, printed(figure[drafter], "draft_speedup", "Figure 2", f"s{r}")],
-            printed(found["CG"], "cost", "Table 3"), unit="x",
+            NAME, "s1 / s_r", [speed, replace(figure, name=f"s{r}")], costs["CG"], given={"s_r": f"s{r}"},
+            id=f"de.draft.cost.{drafter}.cg", what=f"Cost of {drafter} over top-1, DeepSeek-V2-Lite on CG", unit="x",
             note="Figure 2 averages over draft lengths and does not say of which target and platform it is",
         )  # fmt: skip
         yield derive(
-            f"de.draft.cost.{drafter}.mn", NAME, f"Cost of {drafter} over top-1, DeepSeek-V2-Lite on MN",
-            "(1 + x r / k) / (1 + x / k) with x = resident / staged - 1",
-            lambda a, b, k, r: (1 + (a / b - 1) * r / k) / (1 + (a / b - 1) / k), [*rates, CHOSEN, more],
-            printed(found["MN"], "cost", "Table 3"), unit="x",
+            NAME, "(1 + x r / k) / (1 + x / k) with x = resident / staged - 1", [*rates, CHOSEN, more], costs["MN"],
+            id=f"de.draft.cost.{drafter}.mn", what=f"Cost of {drafter} over top-1, DeepSeek-V2-Lite on MN", unit="x",
             note="assumes that what loading adds to AR is all that grows with r",
         )  # fmt: skip
     yield derive(
-        "de.resident", NAME, "Resident AR over staged AR on MN, beside the full method's speedup",
-        "resident / staged", lambda a, b: a / b, rates,
-        printed(only(paper.table(2).rows, target="DeepSeek-V2-Lite", platform="MN", method="draft-expert"),
-                "speedup", "Table 2"),
-        relation="<=", unit="x",
+        NAME, "resident / staged", rates,
+        cell(paper, 2, "speedup", target="DeepSeek-V2-Lite", platform="MN", method="draft-expert"), relation="<=",
+        id="de.resident", what="Resident AR over staged AR on MN, beside the full method's speedup", unit="x",
         note="what removing all loading would give without speculation; speculation also shares computing",
     )  # fmt: skip
-
-
-def _draft_speed(speed: float, top_k: float, r: float) -> float:
-    ratio = metrics.ratio_from_draft_speedup(speed, int(top_k))
-    return (1 + ratio) / (1 + ratio * r / top_k)

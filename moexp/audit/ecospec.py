@@ -6,15 +6,16 @@ from collections.abc import Iterator, Mapping
 from statistics import correlation
 from typing import Any
 
-from moexp import metrics
-from moexp.audit.lines import Input, Line, derive, farthest, only, printed
+from moexp.audit.lines import Input, Line, cell, derive, farthest, only, printed
 from moexp.papers import Paper
 
 NAME = "ecospec"
 TARGETS = {"Qwen3-235B-A22B": "qwen3", "GPT-OSS-120B": "gptoss", "DeepSeek-V3.1": "dsv3"}
 BASELINES = {"Qwen3-235B-A22B": "EAGLE-3", "GPT-OSS-120B": "EAGLE-3", "DeepSeek-V3.1": "MTP"}
 ECOSPEC, AR = "EcoSpec", "AR"
-AVERAGE = {"temperature": 0, "workload": "Average"}
+AVERAGE: dict[str, Any] = {"temperature": 0, "workload": "Average"}
+PARTS = {"T_pred": "predictor_s", "T_draft": "draft_s", "T_verify": "verify_s"}
+"""Of a step: their names in formulas, and their columns in Table 3."""
 
 
 def methods() -> Iterator[tuple[str, str, str]]:
@@ -29,43 +30,56 @@ def step_row(paper: Paper, target: str, method: str) -> Mapping[str, Any]:
     return only(paper.table(3).rows, target=target, method=method)
 
 
+def step_cell(paper: Paper, target: str, method: str, column: str, name: str = "") -> Input:
+    """A cell of Table 3."""
+    return cell(paper, 3, column, name, target=target, method=method)
+
+
+def greedy_rows(paper: Paper, target: str) -> list[dict[str, Any]]:
+    """A target's rows of Table 1 at T = 0, but for the averages."""
+    return [
+        row for row in paper.table(1).rows
+        if row["target"] == target and row["temperature"] == 0 and row["workload"] != "Average"
+    ]  # fmt: skip
+
+
 def cycles(paper: Paper) -> Iterator[Line]:
     """Speedup = alpha T_AR / T_step (Table 3 against Table 1's averages at T = 0)."""
-    for target, method, place in methods():
-        row, ar = step_row(paper, target, method), step_row(paper, target, AR)
-        one = only(paper.table(1).rows, target=target, method=method, **AVERAGE)
+    for target, method, ends in methods():
         yield derive(
-            f"eco.cycle.{place}", NAME, f"Speedup of {method} on {target} from its step",
-            "alpha T_AR / T_step", lambda alpha, ar_s, step_s: metrics.cycle_speedup(alpha, 0, 0, step_s / ar_s),
-            [printed(row, "alpha", "Table 3"), printed(ar, "step_s", "Table 3", "T_AR"),
-             printed(row, "step_s", "Table 3", "T_step")],
-            printed(one, "speedup", "Table 1"), unit="x",
+            NAME, "alpha T_AR / T_step",
+            [step_cell(paper, target, method, "alpha"), step_cell(paper, target, AR, "step_s", "T_AR"),
+             step_cell(paper, target, method, "step_s", "T_step")],
+            cell(paper, 1, "speedup", target=target, method=method, **AVERAGE), unit="x",
+            id=f"eco.cycle.{ends}", what=f"Speedup of {method} on {target} from its step",
             note="each figure is an average over workloads, and a mean of quotients is not the quotient of means",
         )  # fmt: skip
+
+
+def _parts(row: Mapping[str, Any], *names: str) -> tuple[list[Input], dict[str, str]]:
+    """The named parts of a step that Table 3 has of it, and what they are in formulas: 0 where it has none."""
+    columns = {name: PARTS[name] for name in names}
+    return (
+        [printed(row, column, "Table 3") for column in columns.values() if column in row],
+        {name: column if column in row else "0" for name, column in columns.items()},
+    )
 
 
 def steps(paper: Paper) -> Iterator[Line]:
     """T_total = T_pred + T_draft + T_verify, and rho = T_AR / T_verify (Tables 3 and 8)."""
     sums, ratios = [], []
     for target, method, _ in methods():
-        row, ar = step_row(paper, target, method), step_row(paper, target, AR)
-        parts = [name for name in ("predictor_s", "draft_s", "verify_s") if name in row]
-        sums.append(
-            derive(
-                "", NAME, "", "T_pred + T_draft + T_verify", lambda *values: sum(values),
-                [printed(row, name, "Table 3") for name in parts], printed(row, "step_s", "Table 3"), unit="s",
-                subject=f"{method} on {target}",
-            )
-        )  # fmt: skip
-        rows = [r for r in paper.table(8).rows if r["target"] == target and r["method"] == method]
+        parts, names = _parts(step_row(paper, target, method), *PARTS)
+        subject = f"{method} on {target}"
+        total = step_cell(paper, target, method, "step_s")
+        sums.append(derive(NAME, "T_pred + T_draft + T_verify", parts, total, given=names, unit="s", subject=subject))
+        times = [step_cell(paper, target, AR, "step_s", "T_AR"),
+                 step_cell(paper, target, method, "verify_s", "T_verify")]  # fmt: skip
         ratios += [
-            derive(
-                "", NAME, "", "T_AR / T_verify", lambda a, b: a / b,
-                [printed(ar, "step_s", "Table 3", "T_AR"), printed(row, "verify_s", "Table 3", "T_verify")],
-                printed(r, "rho", "Table 8"), subject=f"{method} on {target}",
-            )
-            for r in rows if r["batch_size"] == 1
-        ]  # fmt: skip
+            derive(NAME, "T_AR / T_verify", times, printed(row, "rho", "Table 8"), subject=subject)
+            for row in paper.table(8).rows
+            if (row["target"], row["method"], row["batch_size"]) == (target, method, 1)
+        ]
     yield farthest("eco.step", "A step's time as the sum of its parts", sums)
     yield farthest("eco.rho", "T_AR / T_verify of Table 3 beside Table 8 at batch size 1", ratios)
 
@@ -79,14 +93,12 @@ def batches(paper: Paper) -> Iterator[Line]:
             if row["target"] != target or size == 1:
                 continue
             keys = {"method": method, "batch_size": size, "workload": "Average"}
-            found = row if "speedup" in row else only(paper.table(table).rows, **keys)
-            one = only(paper.table(1).rows, target=target, method=method, **AVERAGE)
+            own = printed(row, "speedup", "Table 8") if "speedup" in row else cell(paper, table, "speedup", **keys)
             lines.append(
                 derive(
-                    "", NAME, "", "alpha rho", lambda alpha, rho: alpha * rho,
-                    [printed(one, "alpha", "Table 1"), printed(row, "rho", "Table 8")],
-                    printed(found, "speedup", f"Table {8 if found is row else table}"), relation="<=", unit="x",
-                    subject=f"{method} at batch size {size}",
+                    NAME, "alpha rho",
+                    [cell(paper, 1, "alpha", target=target, method=method, **AVERAGE), printed(row, "rho", "Table 8")],
+                    own, relation="<=", unit="x", subject=f"{method} at batch size {size}",
                     note="alpha is that of batch size 1: no other is printed, and no drafting time by batch size",
                 )
             )  # fmt: skip
@@ -97,22 +109,18 @@ def batches(paper: Paper) -> Iterator[Line]:
 def linear(paper: Paper) -> Iterator[Line]:
     """Figure 1(a): verification time linear in E; EcoSpec's from the line through AR and the baseline (Table 3)."""
     for target, short in TARGETS.items():
-        base, ours, ar = (step_row(paper, target, method) for method in (BASELINES[target], ECOSPEC, AR))
-        inputs = [printed(ar, "step_s", "Table 3", "T_AR"), printed(ar, "experts_per_layer", "Table 3", "E_AR")]
-        for row, name in ((base, "base"), (ours, "eco")):
-            inputs.append(printed(row, "experts_per_layer", "Table 3", f"E_{name}"))
-        inputs[1] = Input(inputs[1].name, inputs[1].value, inputs[1].source)  # top-k: exact
+        base, top_k = BASELINES[target], step_row(paper, target, AR)["experts_per_layer"]
         yield derive(
-            f"eco.linear.{short}", NAME, f"EcoSpec's verification time if linear in E, {target}",
-            "T_AR + (T_base - T_AR) (E_eco - E_AR) / (E_base - E_AR)",
-            lambda t, e, e_base, e_eco, t_base: t + (t_base - t) * (e_eco - e) / (e_base - e),
-            [*inputs, printed(base, "verify_s", "Table 3", "T_base")], printed(ours, "verify_s", "Table 3"), unit="s",
+            NAME, "T_AR + (T_base - T_AR) (E_eco - E_AR) / (E_base - E_AR)",
+            [step_cell(paper, target, AR, "step_s", "T_AR"), Input("E_AR", float(top_k), "Table 3"),
+             step_cell(paper, target, base, "experts_per_layer", "E_base"),
+             step_cell(paper, target, ECOSPEC, "experts_per_layer", "E_eco"),
+             step_cell(paper, target, base, "verify_s", "T_base")],
+            step_cell(paper, target, ECOSPEC, "verify_s"), unit="s",
+            id=f"eco.linear.{short}", what=f"EcoSpec's verification time if linear in E, {target}",
             note="Figure 1(a) is linear and prints no coefficients; an AR step is taken as verifying one token",
         )  # fmt: skip
-        rows = [
-            row for row in paper.table(1).rows
-            if row["target"] == target and row["temperature"] == 0 and row["workload"] != "Average"
-        ]  # fmt: skip
+        rows = greedy_rows(paper, target)
         costs = [row["alpha"] / row["speedup"] for row in rows]
         value = correlation([row["experts_per_layer"] for row in rows], costs)
         yield Line(
@@ -124,44 +132,38 @@ def linear(paper: Paper) -> Iterator[Line]:
 def bytes_and_time(paper: Paper) -> Iterator[Line]:
     """EcoSpec over its baseline if a step's time is in proportion to its bytes (Tables 1, 2, 3)."""
     for target, short in TARGETS.items():
-        base, ours = (only(paper.table(2).rows, target=target, method=m) for m in (BASELINES[target], ECOSPEC))
-        sizes = [printed(ours, "read_gb", "Table 2", "GB_eco"), printed(base, "read_gb", "Table 2", "GB_base")]
-        rows = [step_row(paper, target, method) for method in (BASELINES[target], ECOSPEC)]
+        both = {"eco": ECOSPEC, "base": BASELINES[target]}
+        sizes = [cell(paper, 2, "read_gb", f"GB_{n}", target=target, method=method) for n, method in both.items()]
         yield derive(
-            f"eco.bytes.time.{short}", NAME, f"EcoSpec's verification time if in proportion to bytes, {target}",
-            "T_base GB_eco / GB_base", lambda t, a, b: t * a / b,
-            [printed(rows[0], "verify_s", "Table 3", "T_base"), *sizes], printed(rows[1], "verify_s", "Table 3"),
-            unit="s",
+            NAME, "T_base GB_eco / GB_base", [step_cell(paper, target, both["base"], "verify_s", "T_base"), *sizes],
+            step_cell(paper, target, ECOSPEC, "verify_s"), unit="s", id=f"eco.bytes.time.{short}",
+            what=f"EcoSpec's verification time if in proportion to bytes, {target}",
         )  # fmt: skip
-        speeds = [only(paper.table(1).rows, target=target, method=m, **AVERAGE) for m in (BASELINES[target], ECOSPEC)]
-        low, high = (0.01 / (2 * row["speedup"]) for row in speeds)
-        gain = speeds[1]["speedup"] / speeds[0]["speedup"]
+        speeds = {n: only(paper.table(1).rows, target=target, method=method, **AVERAGE)["speedup"]
+                  for n, method in both.items()}  # fmt: skip
+        gain = speeds["eco"] / speeds["base"]
+        rounding = sum(0.01 / speed for speed in speeds.values())
         yield derive(
-            f"eco.bytes.gain.{short}", NAME, f"EcoSpec over {BASELINES[target]} from alpha and bytes, {target}",
-            "(alpha_eco / alpha_base) / (GB_eco / GB_base)", lambda a, b, c, d: a / b / (c / d),
-            [printed(rows[1], "alpha", "Table 3", "alpha_eco"), printed(rows[0], "alpha", "Table 3", "alpha_base"),
-             *sizes],
-            Input("gain", gain, "Table 1 (ratio of the averages)", 2 * gain * (low + high)), unit="x",
+            NAME, "(alpha_eco / alpha_base) / (GB_eco / GB_base)",
+            [*(step_cell(paper, target, method, "alpha", f"alpha_{n}") for n, method in both.items()), *sizes],
+            Input("gain", gain, "Table 1 (ratio of the averages)", gain * rounding), unit="x",
+            id=f"eco.bytes.gain.{short}", what=f"EcoSpec over {both['base']} from alpha and bytes, {target}",
         )  # fmt: skip
 
 
 def least_steps(paper: Paper) -> Iterator[Line]:
     """alpha / speedup of a row is its step in AR steps; drafting, predicting and one AR step are the least it holds."""
     for target, short in TARGETS.items():
-        ar = step_row(paper, target, AR)
         lines = []
-        for row in paper.table(1).rows:
-            if row["target"] != target or row["temperature"] != 0 or row["workload"] == "Average":
-                continue
-            step = step_row(paper, target, row["method"])
-            parts = [printed(step, name, "Table 3") for name in ("predictor_s", "draft_s") if name in step]
+        for row in greedy_rows(paper, target):
+            parts, names = _parts(step_row(paper, target, row["method"]), "T_pred", "T_draft")
             cost = row["alpha"] / row["speedup"]
-            half = cost * (0.005 / row["alpha"] + 0.005 / row["speedup"])
+            rounding = cost * (0.01 / row["alpha"] + 0.01 / row["speedup"])
             lines.append(
                 derive(
-                    "", NAME, "", "(T_pred + T_draft + T_AR) / T_AR", lambda t, *rest: (sum(rest) + t) / t,
-                    [printed(ar, "step_s", "Table 3", "T_AR"), *parts],
-                    Input("alpha / speedup", cost, "Table 1 (alpha / speedup)", 2 * half), relation=">=",
+                    NAME, "(T_pred + T_draft + T_AR) / T_AR",
+                    [step_cell(paper, target, AR, "step_s", "T_AR"), *parts],
+                    Input("alpha / speedup", cost, "Table 1 (alpha / speedup)", rounding), relation=">=", given=names,
                     unit="AR steps", subject=f"{row['method']} on {row['workload']}",
                     note="assumes that verifying several tokens takes at least an AR step",
                 )

@@ -30,10 +30,9 @@ def averages(paper: Paper) -> Iterator[Line]:
 
 def _average(rows: list[dict[str, Any]], mean: Mapping[str, Any], column: str, table: int, varied: str) -> Line:
     keys = {key: mean[key] for key in ("target", "method", varied)}
-    mine = [r for r in rows if r["workload"] != "Average" and all(r[key] == value for key, value in keys.items())]
+    averaged = [r for r in rows if r["workload"] != "Average" and all(r[key] == value for key, value in keys.items())]
     return derive(
-        "", NAME, "", "mean over workloads", lambda *values: sum(values) / len(values),
-        [printed(row, column, f"Table {table}", row["workload"]) for row in mine],
+        NAME, "mean over workloads", [printed(row, column, f"Table {table}", row["workload"]) for row in averaged],
         printed(mean, column, f"Table {table}, Average"),
         subject=f"{mean['method']} on {mean['target']}, {varied} {mean[varied]}",
     )  # fmt: skip
@@ -78,7 +77,7 @@ def _cells(
     columns: Iterable[str] = COLUMNS,
 ) -> list[Line]:
     return [
-        same("", NAME, "", printed(first, name, source), printed(second, name, other),
+        same(NAME, printed(first, name, source), printed(second, name, other),
              subject=f"{name} of {first['target']}, {first['method']}, {workload}")
         for name in columns
         if name in first and name in second
@@ -92,13 +91,13 @@ def best(paper: Paper) -> Iterator[Line]:
         rows = [row for row in paper.table(1).rows if row["target"] == target and row["method"] == ECOSPEC]
         top = max(rows, key=lambda row: float(row["speedup"]))
         named = Input("speedup", paper.facts["best_speedup"][target], "the introduction", 0.01)
-        lines.append(same("", NAME, "", printed(top, "speedup", "Table 1"), named, unit="x", subject=target))
+        lines.append(same(NAME, printed(top, "speedup", "Table 1"), named, unit="x", subject=target))
     yield farthest("eco.best", "Highest speedup by target", lines)
     default = Input("gamma", paper.facts["default_budget"], "setup")
-    for table, scope in ((11, True), (12, True), (11, False), (12, False)):
+    for table, of_averages in ((11, True), (12, True), (11, False), (12, False)):
         groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
         for row in paper.table(table).rows:
-            if (row["workload"] == "Average") == scope:
+            if (row["workload"] == "Average") == of_averages:
                 groups.setdefault((row["method"], row["workload"]), []).append(row)
         lines = [
             Line(
@@ -109,5 +108,5 @@ def best(paper: Paper) -> Iterator[Line]:
             )
             for (method, workload), rows in groups.items()
         ]  # fmt: skip
-        of = "averages" if scope else "workloads"
-        yield farthest(f"eco.gamma.{table}.{of}", f"Fastest budget by the {of} of Table {table}", lines)
+        scope = "averages" if of_averages else "workloads"
+        yield farthest(f"eco.gamma.{table}.{scope}", f"Fastest budget by the {scope} of Table {table}", lines)

@@ -6,12 +6,14 @@ formula implies a range; a reported figure that overlaps the range is equal to w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import floor, log10
 from typing import Any, Literal
 
+from moexp.audit.notation import value_of
+from moexp.papers import Paper
 from moexp.tables.core.tags import PAPER
 
 Relation = Literal["=", "<=", ">="]
@@ -143,26 +145,37 @@ class Line:
 
 
 def derive(
-    id: str,
     paper: str,
-    what: str,
     formula: str,
-    of: Callable[..., float],
     inputs: Sequence[Input],
     reported: Input | None = None,
+    *,
+    id: str = "",
+    what: str = "",
+    given: Mapping[str, str] | None = None,
     **more: Any,
 ) -> Line:
-    """The line of `of(*values)`; `of` is monotone in each input, so its range lies at corners of their rounding."""
+    """The line of a formula, evaluated as it is written (`moexp.audit.notation`).
+
+    It is monotone in each input, so its range lies at corners of their rounding.
+
+    Args:
+        given: what names of the formula stand for, where neither it nor an input says so.
+        more: attributes of the line.
+    """  # fmt: skip
+
+    def at(values: Sequence[float]) -> float:
+        return value_of(formula, [(i.name, value) for i, value in zip(inputs, values, strict=True)], given)
+
     ends = [(i.value - i.step / 2, i.value + i.step / 2) if i.step else (i.value,) for i in inputs]
-    values = [of(*corner) for corner in product(*ends)]
-    implied = of(*(i.value for i in inputs))
-    low, high = min(*values, implied), max(*values, implied)
-    return Line(id, paper, what, formula, tuple(inputs), implied, low, high, reported, **more)
+    implied = at([i.value for i in inputs])
+    values = [implied, *(at(corner) for corner in product(*ends))]
+    return Line(id, paper, what, formula, tuple(inputs), implied, min(values), max(values), reported, **more)
 
 
-def same(id: str, paper: str, what: str, first: Input, second: Input, **more: Any) -> Line:
+def same(paper: str, first: Input, second: Input, **more: Any) -> Line:
     """The line of one figure that stands in two places."""
-    return derive(id, paper, what, "the same figure", lambda value: value, [first], second, **more)
+    return derive(paper, "the same figure", [first], second, **more)
 
 
 def farthest(id: str, what: str, lines: Sequence[Line]) -> Line:
@@ -173,8 +186,13 @@ def farthest(id: str, what: str, lines: Sequence[Line]) -> Line:
 
 
 def printed(row: Mapping[str, Any], column: str, source: str, name: str = "") -> Input:
-    """A cell of a paper's table as an input, with the rounding of its column."""
+    """A figure that a paper prints as an input, with the rounding of its column."""
     return Input(name or column, float(row[column]), source, LAST_DIGIT.get(column, 0.0))
+
+
+def cell(paper: Paper, table: int, column: str, name: str = "", **keys: Any) -> Input:
+    """The cell of a paper's table in its one row with these values."""
+    return printed(only(paper.table(table).rows, **keys), column, f"Table {table}", name)
 
 
 def only(rows: Iterable[Mapping[str, Any]], **keys: Any) -> Mapping[str, Any]:

@@ -2,198 +2,139 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
-from moexp.audit.files import Check, Record, Sheets, by_tag, row_line
-from moexp.audit.lines import Input, Line
-from moexp.audit.ours import CLOCK, EXACT, GEOMETRY, PADDING, by_key, geometry, growth_lines, repeats
-from moexp.sim.traffic import TrafficModel
+from moexp.audit.files import Sheets
+from moexp.audit.ours import (
+    CLOCK,
+    GEOMETRY,
+    PADDING,
+    UNIFORM,
+    beside,
+    by_key,
+    experts_of,
+    geometry,
+    growth,
+    key_of,
+    rows_of,
+)
+from moexp.audit.rules import Check, Part, Rule, Scope, repeats
 
 TABLES = {number: f"ecospec/table_{number}.csv" for number in range(1, 14)}
 FIGURE_1, FIGURE_GAMMA = "ecospec/figure_1.csv", "ecospec/figure_gamma.csv"
 PREDICTOR = "predictor.csv"
 
-METHOD = ("platform", "method")
-UNION = {1: "E"}
-"""What a table calls E, unless it is `experts_per_layer`."""
+METHOD = "platform method"
+BUDGET = f"{METHOD} budget workload"
+SIZE = f"{METHOD} batch_size"
 WITH_UNIFORM = (1, 4, 5, 9, 10, 11, 12)
-AVERAGE = "average"
+"""Tables that have uniform routing beside E."""
 
 
-def _union(number: int) -> str:
-    return UNION.get(number, "experts_per_layer")
+def _beside_ar(file: str, columns: str) -> Callable[[Sheets], Iterator[Scope]]:
+    """The rows of a file; `ar`: AR's with the same cells in these columns."""
+
+    def scopes(sheets: Sheets) -> Iterator[Scope]:
+        ar = by_key(sheets[file], columns, method="ar")
+        return ({"row": row, "ar": ar.get(key_of(row, columns))} for row in sheets[file])
+
+    return scopes
 
 
-def unions(number: int, sheets: Sheets) -> list[Line]:
-    """E of every row against uniform routing of as many tokens, which the row has beside it."""
-    lines = list[Line]()
-    for row in sheets[TABLES[number]]:
-        cells = [name for name in (*METHOD, "workload", "temperature", "budget") if name in row.cells]
-        lines += row_line(row, cells, "N (1 - (1 - k / N)^n)", lambda value: value, [row.input("uniform")],
-                          row.input(_union(number), "E"), EXACT, relation="<=")  # fmt: skip
-    return by_tag(f"ours.eco.uniform.{number}", f"E of all rows of table {number}, if uniform", lines)
+def _beside_averages(file: str) -> Callable[[Sheets], Iterator[Scope]]:
+    """The rows of a file; `first`: the method's average at T = 0 in table 1, which calls its union `E`."""
+
+    def scopes(sheets: Sheets) -> Iterator[Scope]:
+        averages = [
+            replace(row, cells=row.cells | {"experts_per_layer": row.text("E")})
+            for row in sheets[TABLES[1]]
+            if row.text("workload") == "average" and row.number("temperature") == 0
+        ]
+        first = by_key(averages, METHOD)
+        return ({"row": row, "first": first.get(key_of(row, METHOD))} for row in sheets[file])
+
+    return scopes
 
 
-def steps(sheets: Sheets) -> list[Line]:
-    """Table 3: speedup = alpha T_AR / T_step, and a step at least the sum of its parts."""
-    rows = sheets[TABLES[3]]
-    ar = {row.text("platform"): row for row in rows if row.text("method") == "ar"}
-    speedup, parts = list[Line](), list[Line]()
-    for row in rows:
-        step, base = row.input("step_s", "T_step"), ar.get(row.text("platform"))
-        if base is not None:
-            speedup += row_line(row, METHOD, "alpha T_AR / T_step", lambda a, t, s: a * t / s,
-                                [row.input("alpha"), base.input("step_s", "T_AR"), step], row.input("speedup"), CLOCK,
-                                unit="x")  # fmt: skip
-        named = [row.input(name) for name in ("predictor_s", "draft_s", "verify_s")]
-        known = [value for value in named if value is not None]
-        if known:
-            parts += row_line(row, METHOD, "sum of the parts", lambda *s: sum(s), known, step, EXACT, relation=">=",
-                              unit="s")  # fmt: skip
-    return by_tag("ours.eco.cycle", "Speedup from alpha and a step's time, table 3", speedup) + by_tag(
-        "ours.eco.step", "A step's time against the sum of its parts, table 3", parts
-    )
-
-
-def repeated(number: int, sheets: Sheets) -> list[Line]:
-    """Speedup, alpha and E of table 1's averages at T = 0 in another table."""
-    first = {
-        (row.text("platform"), row.text("method")): row
-        for row in sheets[TABLES[1]]
-        if row.text("workload") == AVERAGE and row.number("temperature") == 0
-    }
-    lines = list[Line]()
-    for row in sheets[TABLES[number]]:
-        other = first.get((row.text("platform"), row.text("method")))
-        if other is not None:
-            for before, column in (("speedup", "speedup"), ("alpha", "alpha"), (_union(1), _union(number))):
-                lines += row_line(row, METHOD, "the same figure", lambda v: v, [other.input(before, column)],
-                                  row.input(column), EXACT)  # fmt: skip
-    return by_tag(f"ours.eco.same.1-{number}", f"Figures of table 1 that table {number} repeats", lines)
-
-
-def traffic(sheets: Sheets) -> list[Line]:
-    """Table 2: bytes of the model from E, its resident part from AR's row; bytes moved at least those of E experts."""
-    shape = geometry(sheets)
+def _traffic(sheets: Sheets) -> Iterator[Scope]:
+    """Rows of table 2 but AR's; `ar`: AR's, `moving`: it too, where its step moves bytes; `MB`: of an expert."""
+    shape, rows = geometry(sheets), sheets[TABLES[2]]
     sizes = [size for row in sheets[FIGURE_1] if (size := row.input("expert_mb", "MB")) is not None]
-    if shape is None or not sizes:
-        return []
-    rows = sheets[TABLES[2]]
-    ar = {row.text("platform"): row for row in rows if row.text("method") == "ar"}
-    model, moved = list[Line](), list[Line]()
-    for row in rows:
-        base, union = ar.get(row.text("platform")), row.input("experts_per_layer", "E")
-        if base is None or base is row:
-            continue
-        k, gigabytes = base.input("experts_per_layer", "E_AR"), base.input("model_gb", "GB_AR")
-        model += row_line(row, METHOD, "GB_AR + layers (E - E_AR) MB / 1000", _model_gb,
-                          [shape[2], sizes[0], k, gigabytes, union], row.input("model_gb"), EXACT,
-                          unit="GB")  # fmt: skip
-        bytes_ = base.input("moved_gb", "moved_AR")
-        if bytes_ is not None and bytes_.value > 0:
-            moved += row_line(row, METHOD, "moved_AR E / E_AR", lambda b, e, one: b * e / one, [bytes_, union, k],
-                              row.input("moved_gb"), PADDING, relation=">=", unit="GB")  # fmt: skip
-    return by_tag("ours.eco.model", "Bytes of a step from E, table 2", model) + by_tag(
-        "ours.eco.moved", "Bytes moved against those of E experts, table 2, cold stores", moved
-    )
+    ar = by_key(rows, "platform", method="ar")
+    for row in rows if shape and sizes else ():
+        base = ar.get(key_of(row, "platform"))
+        if base is not None and base is not row:
+            moving = base if (base.number("moved_gb") or 0) > 0 else None
+            yield {**shape, "row": row, "ar": base, "moving": moving, "MB": sizes[0]}
 
 
-def _model_gb(layers: float, megabytes: float, least: float, gigabytes: float, experts: float) -> float:
-    resident = gigabytes * 1e9 - layers * least * megabytes * 1e6
-    return TrafficModel(int(layers), megabytes * 1e6, resident).step_bytes(experts) / 1e9
+def _shapes(sheets: Sheets) -> Iterator[Scope]:
+    return ({"row": row, "N": experts_of(row)} for row in sheets[GEOMETRY])
 
 
-def batches(sheets: Sheets) -> list[Line]:
-    """Tables 6 to 8: speedup from tokens/s at the same batch size, and the same figures in all three."""
-    cells = (*METHOD, "batch_size")
-    first = by_key(sheets[TABLES[6]], *cells)
-    speedup, same = list[Line](), list[Line]()
-    for key, row in first.items():
-        base = first.get((key[0], "ar", key[2]))
-        if base is not None:
-            speedup += row_line(row, cells, "tokens_per_s / AR", lambda a, b: a / b,
-                                [row.input("tokens_per_s"), base.input("tokens_per_s", "AR")], row.input("speedup"),
-                                EXACT, unit="x")  # fmt: skip
-    for number in (7, 8):
-        for row in sheets[TABLES[number]]:
-            other = first.get(tuple(row.text(cell) for cell in cells))
-            if other is not None:
-                for column in ("tokens_per_s", "speedup"):
-                    same += row_line(row, cells, "the same figure", lambda v: v, [other.input(column)],
-                                     row.input(column), EXACT)  # fmt: skip
-    return by_tag("ours.eco.batch", "Speedup of batches from tokens/s, table 6", speedup) + by_tag(
-        "ours.eco.same.6-8", "Figures of table 6 that tables 7 and 8 repeat", same
-    )
+def _uniform(number: int) -> Check:
+    """E of every row against uniform routing of as many tokens, which the row has beside it."""
+    id = f"ours.eco.uniform.{number}"
+    rule = Rule(id, f"E of all rows of table {number}, if uniform", UNIFORM, "uniform",
+                "E" if number == 1 else "experts_per_layer", relation="<=", given={UNIFORM: "uniform"})  # fmt: skip
+    columns = f"{METHOD} workload? temperature? budget?"
+    return Check(id, (TABLES[number],), (Part(columns, rows_of(TABLES[number]), (rule,)),))
 
 
-def budgets(number: int, sheets: Sheets) -> list[Line]:
-    """Tables 11 and 12: acceptance lengths at most gamma."""
-    cells = (*METHOD, "budget", "workload")
-    lines = [
-        line
-        for row in sheets[TABLES[number]]
-        for line in row_line(row, cells, "gamma", lambda g: g, [row.input("budget", "gamma")], row.input("alpha"),
-                             EXACT, relation="<=", unit="tokens")
-    ]  # fmt: skip
-    return by_tag(f"ours.eco.alpha.{number}", f"Acceptance lengths of table {number} against gamma", lines)
+def _repeated(number: int) -> Check:
+    """Speedup, alpha and E of table 1's averages at T = 0 in another table."""
+    id = f"ours.eco.same.1-{number}"
+    rule = repeats(id, f"Figures of table 1 that table {number} repeats", "speedup alpha experts_per_layer")
+    files = (TABLES[1], TABLES[number])
+    return Check(id, files, (Part(METHOD, _beside_averages(TABLES[number]), (rule,)),))
 
 
-def figure_gamma(sheets: Sheets) -> list[Line]:
-    """The figure of budgets repeats table 11."""
-    key = (*METHOD, "budget", "workload")
-    lines = repeats(sheets[FIGURE_GAMMA], sheets[TABLES[11]], key, ("alpha", "experts_per_layer"))
-    return by_tag("ours.eco.same.11-figure", "Figures of table 11 that the figure of budgets repeats", lines)
+def _budgets(number: int) -> Check:
+    """Acceptance lengths at most gamma."""
+    id = f"ours.eco.alpha.{number}"
+    rule = Rule(id, f"Acceptance lengths of table {number} against gamma", "gamma", "gamma=budget", "alpha",
+                relation="<=", unit="tokens")  # fmt: skip
+    return Check(id, (TABLES[number],), (Part(BUDGET, rows_of(TABLES[number]), (rule,)),))
 
 
-def predictor(sheets: Sheets) -> list[Line]:
-    """The predictor's overlap from its hits."""
-    lines = [
-        line
-        for row in sheets[PREDICTOR]
-        for line in row_line(row, ("predictor", "layer"), "hits / slots", lambda a, b: a / b,
-                             [row.input("hits"), row.input("slots")], row.input("overlap"), EXACT)
-    ]  # fmt: skip
-    return by_tag("ours.eco.predictor", "The predictor's overlap from its hits", lines)
+SAME_BATCHES = repeats("ours.eco.same.6-8", "Figures of table 6 that tables 7 and 8 repeat", "tokens_per_s speedup")
 
-
-def growth(sheets: Sheets) -> list[Line]:
-    """Figure 1(b): the union of a block against uniform routing."""
-    shape, rows = geometry(sheets), [row for row in sheets[FIGURE_1] if row.text("panel") == "b"]
-    return [] if shape is None else growth_lines("ours.eco.growth", "figure 1", rows, shape)
-
-
-def shape_of(sheets: Sheets) -> list[Line]:
-    """Table 13: blocks are MoE and dense layers; a token chooses at most all experts."""
-    lines, most = list[Line](), list[Line]()
-    for row in sheets[GEOMETRY]:
-        lines += row_line(row, ("target",), "moe_layers + dense_layers", lambda a, b: a + b,
-                          [row.input("moe_layers"), row.input("dense_layers")], row.input("blocks"), EXACT)  # fmt: skip
-        most += _at_most_all(row)
-    return by_tag("ours.eco.blocks", "Blocks from MoE and dense layers, table 13", lines) + by_tag(
-        "ours.eco.top-k", "Chosen experts against all, table 13", most
-    )
-
-
-def _at_most_all(row: Record) -> Iterator[Line]:
-    found = re.match(r"\d+", row.text("experts"))
-    experts = Input("N", int(found[0]), row.source) if found else None
-    return row_line(row, ("target",), "N", lambda n: n, [experts], row.input("top_k", "k"), EXACT, relation="<=")
-
-
-def checks() -> Iterator[Check]:
-    """Every check of our EcoSpec results."""
-    for number in WITH_UNIFORM:
-        yield Check(f"ours.eco.uniform.{number}", (TABLES[number],), partial(unions, number))
-    yield Check("ours.eco steps", (TABLES[3],), steps)
-    for number in (3, 4, 10):
-        yield Check(f"ours.eco.same.1-{number}", (TABLES[1], TABLES[number]), partial(repeated, number))
-    yield Check("ours.eco traffic", (TABLES[2], FIGURE_1, GEOMETRY), traffic)
-    yield Check("ours.eco batches", (TABLES[6], TABLES[7], TABLES[8]), batches)
-    for number in (11, 12):
-        yield Check(f"ours.eco.alpha.{number}", (TABLES[number],), partial(budgets, number))
-    yield Check("ours.eco figure", (TABLES[11], FIGURE_GAMMA), figure_gamma)
-    yield Check("ours.eco.predictor", (PREDICTOR,), predictor)
-    yield Check("ours.eco growth", (FIGURE_1, GEOMETRY), growth)
-    yield Check("ours.eco shape", (GEOMETRY,), shape_of)
+CHECKS = (
+    *map(_uniform, WITH_UNIFORM),
+    Check("ours.eco steps", (TABLES[3],), (Part(METHOD, _beside_ar(TABLES[3], "platform"), (
+        Rule("ours.eco.cycle", "Speedup from alpha and a step's time, table 3", "alpha T_AR / T_step",
+             "alpha T_AR=ar.step_s T_step=step_s", "speedup", CLOCK, unit="x"),
+        Rule("ours.eco.step", "A step's time against the sum of its parts, table 3", "sum of the parts",
+             "predictor_s? draft_s? verify_s?", "step_s", relation=">=", unit="s"),
+    )),)),
+    *map(_repeated, (3, 4, 10)),
+    Check("ours.eco traffic", (TABLES[2], FIGURE_1, GEOMETRY), (Part(METHOD, _traffic, (
+        Rule("ours.eco.model", "Bytes of a step from E, table 2", "GB_AR + layers (E - E_AR) MB / 1000",
+             "layers MB E_AR=ar.experts_per_layer GB_AR=ar.model_gb E=experts_per_layer", "model_gb", unit="GB"),
+        Rule("ours.eco.moved", "Bytes moved against those of E experts, table 2, cold stores", "moved_AR E / E_AR",
+             "moved_AR=moving.moved_gb E=experts_per_layer E_AR=ar.experts_per_layer", "moved_gb", PADDING, ">=", "GB"),
+    )),)),
+    Check("ours.eco batches", (TABLES[6], TABLES[7], TABLES[8]), (
+        Part(SIZE, _beside_ar(TABLES[6], "platform batch_size"), (
+            Rule("ours.eco.batch", "Speedup of batches from tokens/s, table 6", "tokens_per_s / AR",
+                 "tokens_per_s AR=ar.tokens_per_s", "speedup", unit="x"),
+        )),
+        *(Part(SIZE, beside(TABLES[number], TABLES[6], SIZE), (SAME_BATCHES,)) for number in (7, 8)),
+    )),
+    *map(_budgets, (11, 12)),
+    Check("ours.eco figure", (TABLES[11], FIGURE_GAMMA), (Part(BUDGET, beside(FIGURE_GAMMA, TABLES[11], BUDGET), (
+        repeats("ours.eco.same.11-figure", "Figures of table 11 that the figure of budgets repeats",
+                "alpha experts_per_layer"),
+    )),)),
+    Check("ours.eco.predictor", (PREDICTOR,), (Part("predictor layer", rows_of(PREDICTOR), (
+        Rule("ours.eco.predictor", "The predictor's overlap from its hits", "hits / slots", "hits slots", "overlap"),
+    )),)),
+    Check("ours.eco growth", (FIGURE_1, GEOMETRY), (growth("ours.eco.growth", "figure 1", FIGURE_1, panel="b"),)),
+    Check("ours.eco shape", (GEOMETRY,), (Part("target", _shapes, (
+        Rule("ours.eco.blocks", "Blocks from MoE and dense layers, table 13", "moe_layers + dense_layers",
+             "moe_layers dense_layers", "blocks"),
+        Rule("ours.eco.top-k", "Chosen experts against all, table 13", "N", "N", "top_k", relation="<="),
+    )),)),
+)  # fmt: skip
+"""Every check of our EcoSpec results."""

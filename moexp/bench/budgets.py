@@ -19,7 +19,7 @@ from moexp.bench.runner import Job, PromptEngine, begin_run, run_methods, run_se
 from moexp.config.sections import StoreSection
 from moexp.runtime.opening import opened_store
 from moexp.runtime.recording.recorder import Recorder
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.verifiers.sampling import Sampling
 
 if TYPE_CHECKING:
     from moexp.runtime.decoding.method import Method

@@ -24,11 +24,12 @@ from moexp.config.recipe import Recipe
 from moexp.config.run_folder import RunDir
 from moexp.config.sections import StoreSection
 from moexp.runtime.decoding.method import HEAD, Method, TreePlan
-from moexp.runtime.drafters.tree import TreeShape
+from moexp.runtime.drafters.draft_tree import TreeShape
 from moexp.runtime.opening import learned_predictor, opened_store
-from moexp.runtime.predictors.routing import ExpertPredictor, OraclePredictor
+from moexp.runtime.predictors.oracle import OraclePredictor
+from moexp.runtime.predictors.predictor import ExpertPredictor
 from moexp.runtime.store.store import ExpertStore, ResidentStore
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.verifiers.sampling import Sampling
 from moexp.tables.ecospec.data import (
     AR,
     BATCH,

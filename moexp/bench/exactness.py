@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moexp.runtime.decoding.chain import LogitsDigest
+from moexp.runtime.decoding.cycle import Cycle
+from moexp.runtime.decoding.decode import LogitsDigest
 from moexp.runtime.engine.linear import make_linear
 from moexp.target.load import Target
 
@@ -33,9 +34,9 @@ class RowLog:
     digest: LogitsDigest = field(default_factory=LogitsDigest)
     gaps: list[float] = field(default_factory=list)
 
-    def __call__(self, logits_BV: Tensor) -> None:
-        self.digest(logits_BV)
-        best_B2 = logits_BV.topk(2, dim=-1).values
+    def __call__(self, cycle: Cycle) -> None:
+        self.digest(cycle)
+        best_B2 = cycle.logits_BV.topk(2, dim=-1).values
         self.gaps += (best_B2[:, 0] - best_B2[:, 1]).tolist()
 
 

@@ -21,12 +21,12 @@ from moexp.config import locations
 from moexp.config.recipe import Recipe
 from moexp.config.sections import StoreSection
 from moexp.data.prompts import Prompt, load_prompts, render_chat
-from moexp.runtime.decoding.chain import decode_all
+from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.decoding.method import Method, TreePlan
 from moexp.runtime.engine.engine import Engine
 from moexp.runtime.opening import method_of, opened_engine, opened_store
-from moexp.runtime.selectors.chain import POLICIES
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.selectors.confidence_expansion import POLICIES
+from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.draft_expert import HEADER, WEIGHTS, DraftExperts
 from moexp.target.load import Target, checkpoint_fingerprint, read_config
 from moexp.target.opening import find_target, open_draft_experts, open_target
@@ -145,7 +145,7 @@ def _run_setting(
             def run(engine: Engine, method: Method, ids: Sequence[int] = ids) -> RowLog:
                 log = RowLog()
                 _, request = decode_all(
-                    engine, ids, method, Sampling(), max_new_tokens=length, stop_ids=target.stop_ids, on_logits=log
+                    engine, ids, method, Sampling(), max_new_tokens=length, stop_ids=target.stop_ids, on_cycle=log
                 )
                 log.tokens = request.tokens
                 advance(next(done))

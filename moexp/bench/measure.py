@@ -28,13 +28,14 @@ from moexp.bench.runner import (
 )
 from moexp.bench.turns import SLICE_S
 from moexp.config.sections import StoreSection
+from moexp.data.traces import RoutingGeometry
 from moexp.records import RequestRecord
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.opening import opened_store
-from moexp.runtime.recording.files import RecordingInfo, RoutingGeometry
+from moexp.runtime.recording.files import RecordingInfo
 from moexp.runtime.recording.recorder import Recorder
 from moexp.runtime.store.store import ExpertStore
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.verifiers.sampling import Sampling
 from moexp.tables.core.run import PROBE, PROVENANCE, invocations, read_json
 from moexp.target.draft_expert import WEIGHTS, DraftExperts
 from moexp.target.load import Target

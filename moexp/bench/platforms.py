@@ -20,12 +20,12 @@ from moexp.bench.runner import Job, PromptEngine
 from moexp.config.sections import PaceSection, StoreSection
 from moexp.metrics import ratio_from_draft_speedup
 from moexp.papers import load_paper
-from moexp.runtime.decoding.chain import decode_all
+from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.opening import opened_store
 from moexp.runtime.store.direct_io import probe_bandwidth
 from moexp.runtime.store.store import READ_SPLITS
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.load import Target
 from moexp.target.pack_format import stored_bytes
 

@@ -44,7 +44,7 @@ from moexp.runtime.opening import method_of, opened_store, sampling_of
 from moexp.runtime.store.pack_writer import pack_checkpoint, pack_folder
 from moexp.tables.core.provenance import provenance_text
 from moexp.tables.core.run import Measured, load_measured
-from moexp.tables.core.table import Row, View, put, text, text_of, to_csv, view_text
+from moexp.tables.core.table import Row, View, set_interval, text, text_of, to_csv, view_text
 from moexp.target.draft_expert import HEADER
 from moexp.target.load import Target, load_target
 from moexp.target.opening import find_target, open_draft_experts
@@ -226,11 +226,11 @@ def _rows(recipe: Recipe, measured: Measured, loss: dict[str, dict[str, Any]], s
             "held_out_tokens": loss[precision]["tokens"],
         }
         rates = [metrics.tokens_per_s([arm.request]) for arm in mine]
-        put(row, "tokens_per_s", metrics.bootstrap(rates, samples=samples))
+        set_interval(row, "tokens_per_s", metrics.bootstrap(rates, samples=samples))
         pairs = list(zip(rates, [metrics.tokens_per_s([arm.request]) for arm in theirs], strict=True))
-        put(row, "speedup", None if method == "ar" else metrics.bootstrap_quotient(pairs, samples=samples))
-        put(row, "alpha", metrics.bootstrap([metrics.alpha(arm.steps) for arm in mine], samples=samples))
-        put(
+        set_interval(row, "speedup", None if method == "ar" else metrics.bootstrap_quotient(pairs, samples=samples))
+        set_interval(row, "alpha", metrics.bootstrap([metrics.alpha(arm.steps) for arm in mine], samples=samples))
+        set_interval(
             row,
             "bytes_per_token",
             metrics.bootstrap([metrics.bytes_per_token(arm.steps) for arm in mine], samples=samples),

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from moexp.bench.runner import Job
-from moexp.runtime.decoding.chain import decode
+from moexp.runtime.decoding.decode import decode
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.engine.engine import Engine
 from moexp.runtime.recording.recorder import PassLog
-from moexp.runtime.selectors.chain import Truncation
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.selectors.confidence_expansion import Truncation
+from moexp.runtime.verifiers.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def record_cycles(
     engine.observer = log = PassLog()
     for job in jobs:
         running = decode(engine, job.prompt_ids, method, Sampling(), max_new_tokens=max_new_tokens, stop_ids=stop_ids)
-        for step in running:
+        for step in (cycle.record for cycle in running):
             *drafts, verified = [one for one in log.take() if one.phase in ("draft", "verify")]
             verify_s.append(step.verify_s)
             if not drafts:

@@ -29,15 +29,14 @@ from moexp.base.progress import stage
 from moexp.bench.turns import in_turns
 from moexp.data.prompts import Prompt, load_prompts, render_chat
 from moexp.records import RecordWriter, RequestRecord, StepRecord, read_records
-from moexp.runtime.decoding.batch import decode_batch
-from moexp.runtime.decoding.chain import decode_all
+from moexp.runtime.decoding.decode import decode_all, decode_batch
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.engine.engine import Engine
 from moexp.runtime.engine.kv import BlockCache
 from moexp.runtime.recording.files import ROUTING, RecordedPass
 from moexp.runtime.recording.recorder import PARTS, WARMUP, Recorder
 from moexp.runtime.store.store import ExpertStore
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.verifiers.sampling import Sampling
 from moexp.tables.core.run import NEW_TOKENS, PROBE, PROBES, PROVENANCE, REQUESTS, SETTINGS, STEPS
 
 FEWEST_TOKENS = 4

@@ -31,10 +31,10 @@ from moexp.config.sections import StoreSection
 from moexp.metrics import Ratio
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.opening import method_of, opened_store
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.verifiers.sampling import Sampling
 from moexp.tables.core.provenance import provenance_text
-from moexp.tables.core.run import Arm, invocations, load_measured
-from moexp.tables.core.table import Row, View, put, text, text_of, to_csv, view_text
+from moexp.tables.core.run import ArmRecords, invocations, load_measured
+from moexp.tables.core.table import Row, View, set_interval, text, text_of, to_csv, view_text
 from moexp.tables.core.tags import MEASURED, SIMULATED
 from moexp.target.draft_expert import DraftExperts
 from moexp.target.load import Target
@@ -162,10 +162,10 @@ def halving(
     folder: Path,
     probed: dict[str, Any],
     threads: int,
-) -> dict[str, list[Arm]]:
+) -> dict[str, list[ArmRecords]]:
     """Measures the settings, the better half of them on more prompts. Returns what each method did, AR included."""
     base = dataclasses.replace(method_of(recipe.decode), drafter="draft-expert", r=1, prefetch=True)
-    arms: dict[str, list[Arm]] = {}
+    arms: dict[str, list[ArmRecords]] = {}
     rounds = split(jobs, ROUNDS)
     for number, mine in enumerate(rounds, 1):
         methods = [Method(name="ar")] + [
@@ -213,7 +213,7 @@ def write(
     recipe: Recipe,
     platform: Platform,
     guesses: dict[Setting, float],
-    arms: dict[str, list[Arm]],
+    arms: dict[str, list[ArmRecords]],
     results: Path,
     runs: list[dict[str, Any]],
 ) -> Tuned:
@@ -258,21 +258,26 @@ def _markdown(recipe: Recipe, platform: Platform, rows: list[Row], settings: int
 
 
 def _row(
-    recipe: Recipe, platform: Platform, setting: Setting | None, arms: list[Arm], ar: list[Arm], chosen: bool
+    recipe: Recipe,
+    platform: Platform,
+    setting: Setting | None,
+    arms: list[ArmRecords],
+    ar: list[ArmRecords],
+    chosen: bool,
 ) -> Row:
     samples = recipe.bench.bootstrap_samples
     base = {arm.request.request: arm for arm in ar}
 
-    def rate(arm: Arm) -> Ratio:
+    def rate(arm: ArmRecords) -> Ratio:
         return metrics.tokens_per_s([arm.request])
 
     row = _keys(recipe, platform, setting, MEASURED if platform.tag == "measured" else platform.tag)
     row["prompts"] = len(arms)
     row["chosen"] = "yes" if chosen else None
-    put(row, "tokens_per_s", metrics.bootstrap([rate(arm) for arm in arms], samples=samples))
+    set_interval(row, "tokens_per_s", metrics.bootstrap([rate(arm) for arm in arms], samples=samples))
     pairs = [(rate(arm), rate(base[arm.request.request])) for arm in arms]
-    put(row, "speedup", metrics.bootstrap_quotient(pairs, samples=samples) if setting else None)
-    put(row, "alpha", metrics.bootstrap([metrics.alpha(arm.steps) for arm in arms], samples=samples))
+    set_interval(row, "speedup", metrics.bootstrap_quotient(pairs, samples=samples) if setting else None)
+    set_interval(row, "alpha", metrics.bootstrap([metrics.alpha(arm.steps) for arm in arms], samples=samples))
     return row
 
 
@@ -287,5 +292,5 @@ def _keys(recipe: Recipe, platform: Platform, setting: Setting | None, tag: str)
     }
 
 
-def _rate(arms: list[Arm]) -> float:
+def _rate(arms: list[ArmRecords]) -> float:
     return metrics.tokens_per_s([arm.request for arm in arms]).value or 0.0

@@ -12,13 +12,14 @@ from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from moexp.records import RequestRecord, StepRecord
-from moexp.runtime.decoding.chain import decode
+from moexp.runtime.decoding.cycle import Cycle
+from moexp.runtime.decoding.decode import decode
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.engine.engine import Engine, Lane
 from moexp.runtime.recording.files import RecordedPass
 from moexp.runtime.recording.recorder import PassLog
 from moexp.runtime.store.counters import StoreCounters
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.verifiers.sampling import Sampling
 
 SLICE_S = 1.0
 
@@ -30,7 +31,7 @@ class _Turn:
     method: Method
     engine: Engine
     lane: Lane
-    running: Generator[StepRecord, None, RequestRecord]
+    running: Generator[Cycle, None, RequestRecord]
     steps: list[StepRecord] = field(default_factory=list)
     passes: list[RecordedPass] = field(default_factory=list)
     carried: StoreCounters | None = None
@@ -107,7 +108,7 @@ def _take(turn: _Turn, slice_s: float) -> RequestRecord | None:
     begin_s = time.perf_counter()
     while True:
         try:
-            step = next(turn.running)
+            step = next(turn.running).record
         except StopIteration as end:
             record: RequestRecord = end.value
             return record

@@ -5,6 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,13 +19,11 @@ from moexp.config.recipe import Recipe
 from moexp.data.prompts import Prompt, render_chat
 from moexp.metrics import Ratio
 from moexp.records import RequestRecord, StepRecord
-from moexp.runtime.decoding.chain import decode
+from moexp.runtime.decoding.cycle import Cycle
+from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.decoding.method import HEAD, Method
-from moexp.runtime.decoding.tree import TreeCycle
 from moexp.runtime.opening import method_of, opened_engine, predictors_of, sampling_of
-from moexp.runtime.verifiers.chain import Sampling
-from moexp.target.draft_expert import DraftExperts
-from moexp.target.heads.head import DraftHead
+from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.load import Target
 from moexp.target.opening import open_draft_experts, open_draft_head, open_target
 
@@ -78,7 +77,7 @@ class TokenStream:
 
 
 @dataclass(frozen=True)
-class Arm:
+class MethodRun:
     """One method's run of the request."""
 
     steps: list[StepRecord]
@@ -89,8 +88,8 @@ class Arm:
 class Generated:
     """The method's run, and AR's of the same request where one was made."""
 
-    arm: Arm
-    ar: Arm | None
+    arm: MethodRun
+    ar: MethodRun | None
     sampling: Sampling
 
     @property
@@ -120,16 +119,23 @@ def generate(
     ids = render_chat(target.tokenizer, Prompt("prompt", "generate", (text,)))
     if show_tree and method.tree is None:
         raise MoexpError("the method drafts no tree", where="--show-tree", valid="a recipe with decode.tree")
-    show = _Screen(console, target.tokenizer, legend=not method.is_ar)
-    trees: list[TreeCycle] = []
-    arm = _decode(recipe, target, experts, head, ids, method, sampling, show.step, trees.append)
-    show.end()
-    if show_tree and trees:
-        console.print(draw_tree(max(trees, key=lambda cycle: (len(cycle.tree), len(cycle.accepted))), target.tokenizer))
+    screen = _Screen(console, target.tokenizer, legend=not method.is_ar)
+    trees: list[Cycle] = []
+
+    def watch(cycle: Cycle) -> None:
+        screen.show(cycle.record)
+        if show_tree and cycle.tree is not None:
+            trees.append(cycle)
+
+    arm = _decode(recipe, target, method, ids, watch, draft_experts=experts, draft_head=head)
+    screen.end()
+    if trees:
+        largest = max(trees, key=lambda cycle: (cycle.record.tree_nodes, len(cycle.rows)))
+        console.print(draw_tree(largest, target.tokenizer))
     ar = None
     if compare and not method.is_ar:
         with console.status("the same request by AR"):
-            ar = _decode(recipe, target, None, None, ids, Method(), sampling, lambda step: None, None)
+            ar = _decode(recipe, target, Method(), ids)
     result = Generated(arm, ar, sampling)
     console.print(summary_table(result))
     tag = "emulated" if recipe.store.pace else "measured"
@@ -141,29 +147,18 @@ def generate(
 def _decode(
     recipe: Recipe,
     target: Target,
-    experts: DraftExperts | None,
-    head: DraftHead | None,
-    ids: Sequence[int],
     method: Method,
-    sampling: Sampling,
-    on_step: Callable[[StepRecord], None],
-    on_tree: Callable[[TreeCycle], None] | None,
-) -> Arm:
-    """The request on a fresh engine and store, after a few tokens that are not counted."""
-    predictors = predictors_of(recipe, target, method)
-    with opened_engine(target, recipe.store, experts, head, predictors) as engine:
-        for _ in decode(engine, ids[:1], method, Sampling(), max_new_tokens=4):
-            pass
-        limit = recipe.decode.max_new_tokens
-        running = decode(engine, ids, method, sampling, max_new_tokens=limit, stop_ids=target.stop_ids, on_tree=on_tree)
-        steps: list[StepRecord] = []
-        while True:
-            try:
-                step = next(running)
-            except StopIteration as end:
-                return Arm(steps, end.value)
-            steps.append(step)
-            on_step(step)
+    ids: Sequence[int],
+    on_cycle: Callable[[Cycle], None] = lambda cycle: None,
+    **options: Any,
+) -> MethodRun:
+    """The request on a fresh engine (with `options`) and store, after a few tokens that are not counted."""
+    sampling = sampling_of(recipe.decode, recipe.seed)
+    with opened_engine(target, recipe.store, predictors=predictors_of(recipe, target, method), **options) as engine:
+        decode_all(engine, ids[:1], method, Sampling(), max_new_tokens=4)
+        limit, stop_ids = recipe.decode.max_new_tokens, target.stop_ids
+        run = decode_all(engine, ids, method, sampling, max_new_tokens=limit, stop_ids=stop_ids, on_cycle=on_cycle)
+        return MethodRun(*run)
 
 
 class _Screen:
@@ -175,7 +170,7 @@ class _Screen:
         if legend and console.is_terminal and not console.no_color:
             console.print(Text("accepted draft tokens", DRAFTED), Text("target tokens", TARGET), sep="  ")
 
-    def step(self, step: StepRecord) -> None:
+    def show(self, step: StepRecord) -> None:
         for place, token in enumerate(step.tokens):
             self._show(self._stream.push(token, drafted=place < step.accepted))
 
@@ -190,23 +185,25 @@ class _Screen:
             self.make_console.print(Text(text, style), end="", soft_wrap=True)
 
 
-def draw_tree(cycle: TreeCycle, tokenizer: PreTrainedTokenizerBase) -> Tree:
+def draw_tree(cycle: Cycle, tokenizer: PreTrainedTokenizerBase) -> Tree:
     """A draft tree for the terminal: each token with its path probability and the layer-experts it added; accepted
-    nodes are marked `*`, other verified ones `+`, those left out stand without a mark.
+    nodes are marked `*`, other verified ones `+`, and those left out have no mark.
     """
-    accepted, chosen = set(cycle.accepted), set(cycle.chosen)
+    assert cycle.tree is not None
+    tree, chosen, costs = cycle.tree.tree, cycle.tree.chosen, cycle.tree.costs
+    accepted = {chosen[row] for row in cycle.rows}
 
     def label(node: int) -> Text:
-        word = printable(str(tokenizer.decode([int(cycle.tree.tokens_N[node])]))).replace("\n", "\\n")
+        word = printable(str(tokenizer.decode([int(tree.tokens_N[node])]))).replace("\n", "\\n")
         mark, style = ("*", DRAFTED) if node in accepted else ("+", TARGET) if node in chosen else (" ", "dim")
-        cost = f", {cycle.costs[node]} experts" if node in cycle.costs else ""
-        return Text(f"{mark} {word!r}  P {cycle.tree.path_probs_N[node]:.2f}{cost}", style)
+        cost = f", {costs[node]} experts" if node in costs else ""
+        return Text(f"{mark} {word!r}  P {tree.path_probs_N[node]:.2f}{cost}", style)
 
-    drawn = Tree(label(0), guide_style="dim")
-    places = {0: drawn}
-    for node in range(1, len(cycle.tree)):
-        places[node] = places[int(cycle.tree.parents_N[node])].add(label(node))
-    return drawn
+    root = Tree(label(0), guide_style="dim")
+    branches = {0: root}
+    for node in range(1, len(tree)):
+        branches[node] = branches[int(tree.parents_N[node])].add(label(node))
+    return root
 
 
 def printable(text: str) -> str:
@@ -230,7 +227,7 @@ def summary_table(result: Generated) -> Table:
     arms = [result.arm] if result.ar is None else [result.arm, result.ar]
     for arm in arms:
         table.add_column(arm.request.method, justify="right")
-    rows: list[tuple[str, Callable[[Arm], float | None], str]] = [
+    rows: list[tuple[str, Callable[[MethodRun], float | None], str]] = [
         ("tokens", lambda arm: float(arm.request.new_tokens), "{:.0f}"),
         ("acceptance", lambda arm: metrics.acceptance(arm.steps).value, "{:.2f}"),
         ("alpha (tokens a cycle)", lambda arm: metrics.alpha(arm.steps).value, "{:.2f}"),

@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
-from random import Random
 from typing import TYPE_CHECKING, Any, cast
 
 from moexp.base.errors import MoexpError
@@ -31,7 +29,6 @@ from moexp.base.hub import hub_rows
 from moexp.data.json_rows import json_rows, pick_id, pick_texts
 from moexp.data.machine_text import join_chunks, machine_texts
 from moexp.data.public_sets import BENCHMARKS, benchmark_rows
-from moexp.data.templates import Templates
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,8 +39,6 @@ TEXT_FIELDS = ("text", "content", "document", "article")
 TEXT_FILES = ".txt, .jsonl, .parquet"
 ID_FIELDS = ("id", "question_id", "task_id")
 NAMES = (*WORKLOADS, "embedded", "tune", *BENCHMARKS)
-# A training prompt shares no run of this many words with an evaluation prompt.
-OVERLAP_WORDS = 8
 
 
 @dataclass(frozen=True)
@@ -139,87 +134,9 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answers: Seq
     return tokenizer.encode("".join(lines) + "Assistant:")
 
 
-def training_prompts(seed: int, exclude: Iterable[Prompt] = ()) -> Iterator[Prompt]:
-    """Endless prompts to train on, the same for the same seed, the five workloads in turn.
-
-    Hand-written seeds alternate with expanded templates until the seeds are used up. A prompt does not come
-    twice as long as its templates have another to give (tens of thousands), and none shares a run of
-    `OVERLAP_WORDS` words with a prompt of the embedded evaluation or tuning sets.
-
-    Args:
-        seed: of the order and of the expansion.
-        exclude: prompts of further evaluation sets to keep away from.
-    """
-    templates = Templates.parse(_resource("seed_templates.yaml"))
-    guard = OverlapGuard([*load_prompts("embedded"), *load_prompts("tune"), *exclude])
-    rng = Random(f"training-{seed}")
-    seeds: dict[str, list[str]] = {workload: [] for workload in WORKLOADS}
-    for prompt in _embedded("seeds"):
-        seeds[prompt.workload].append(prompt.turns[0])
-    for texts in seeds.values():
-        rng.shuffle(texts)
-    seen: set[str] = set()
-
-    def expand(workload: str) -> str:
-        for attempt in range(10_000):
-            text = templates.draw(workload, rng)
-            # After a hundred repeats the templates are all but used up: repeat rather than stop.
-            if (text not in seen or attempt >= 100) and not guard.overlaps(text):
-                return text
-        raise MoexpError("the prompts to keep away from leave nothing to train on", where=workload)
-
-    for index in itertools.count():
-        workload = WORKLOADS[index % len(WORKLOADS)]
-        text = ""
-        if seeds[workload] and index // len(WORKLOADS) % 2 == 0:
-            text = seeds[workload].pop()
-        if not text or guard.overlaps(text):
-            text = expand(workload)
-        seen.add(text)
-        yield Prompt(f"train-{seed}-{index}", workload, (text,))
-
-
-class OverlapGuard:
-    """Says whether a text repeats `words` words in a row of a set of prompts, or a whole shorter text."""
-
-    def __init__(self, prompts: Iterable[Prompt], words: int = OVERLAP_WORDS) -> None:
-        self.words = words
-        self.runs: set[str] = set()
-        self.texts: list[str] = []  # normalised, padded with blanks
-        self.short: list[str] = []
-        for turn in (turn for prompt in prompts for turn in prompt.turns):
-            text = " ".join(normalised_words(turn))
-            self.texts.append(f" {text} ")
-            runs = word_runs(turn, words)
-            self.runs |= runs
-            if not runs and text:
-                self.short.append(f" {text} ")
-
-    def overlaps(self, text: str) -> bool:
-        padded = f" {' '.join(normalised_words(text))} "
-        runs = word_runs(text, self.words)
-        if not runs:  # too short to hold a run: it must not stand whole in any prompt
-            return any(padded in other for other in self.texts)
-        return not runs.isdisjoint(self.runs) or any(short in padded for short in self.short)
-
-
-def normalised_words(text: str) -> list[str]:
-    """Lower-case words and numbers; punctuation and layout do not count."""
-    return re.findall(r"\w+", text.casefold())
-
-
-def word_runs(text: str, length: int) -> set[str]:
-    """All runs of `length` normalised words in a text."""
-    words = normalised_words(text)
-    return {" ".join(words[start : start + length]) for start in range(len(words) - length + 1)}
-
-
-def _resource(name: str) -> str:
-    return resources.files("moexp.data").joinpath("workloads", name).read_text(encoding="utf-8")
-
-
 def _embedded(name: str) -> list[Prompt]:
-    rows = map(json.loads, _resource(f"{name}.jsonl").splitlines())
+    text = resources.files("moexp.data").joinpath("workloads", f"{name}.jsonl").read_text(encoding="utf-8")
+    rows = map(json.loads, text.splitlines())
     return [Prompt(row["id"], row["workload"], tuple(row["turns"])) for row in rows]
 
 

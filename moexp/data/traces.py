@@ -33,8 +33,8 @@ MADE_BY = "a folder written by `moexp trace-routing`"
 
 
 @dataclass(frozen=True)
-class TraceGeometry:
-    """What the ids mean: decoder layers that route, experts a layer, experts a token."""
+class RoutingGeometry:
+    """What expert ids mean: decoder layers that route, experts a layer, experts a token."""
 
     layers: tuple[int, ...]
     num_experts: int
@@ -44,6 +44,11 @@ class TraceGeometry:
     def id_type(self) -> np.dtype[Any]:
         """The smallest unsigned type that holds an expert id."""
         return np.dtype(np.uint8 if self.num_experts <= 1 << 8 else np.uint16)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> RoutingGeometry:
+        """From the keys of a manifest or a header, others ignored; KeyError or TypeError where one is missing."""
+        return cls(tuple(value["layers"]), value["num_experts"], value["top_k"])
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,7 @@ class TraceManifest:
 
     target: str
     model_type: str
-    geometry: TraceGeometry
+    geometry: RoutingGeometry
     gates: bool
     source: str
     identity: str
@@ -108,7 +113,7 @@ class Trace:
     manifest: TraceManifest
 
     @property
-    def geometry(self) -> TraceGeometry:
+    def geometry(self) -> RoutingGeometry:
         return self.manifest.geometry
 
     def shards(self) -> Iterator[TraceShard]:
@@ -166,8 +171,7 @@ def read_manifest(folder: Path) -> TraceManifest:
         if values.pop("format") != FORMAT:
             raise ValueError(f"not {FORMAT}")
         values.pop("tokens"), values.pop("samples")
-        geometry = values.pop("geometry")
-        geometry = TraceGeometry(tuple(geometry["layers"]), geometry["num_experts"], geometry["top_k"])
+        geometry = RoutingGeometry.from_json(values.pop("geometry"))
         shards = [ShardEntry(**entry) for entry in values.pop("shards")]
         return TraceManifest(geometry=geometry, shards=shards, **values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

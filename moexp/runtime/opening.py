@@ -17,10 +17,10 @@ from moexp.config.sections import DecodeSection, StoreSection
 if TYPE_CHECKING:
     from moexp.runtime.decoding.method import Method
     from moexp.runtime.engine.engine import Engine
-    from moexp.runtime.predictors.model import RoutingPredictor
-    from moexp.runtime.predictors.routing import ExpertPredictor
+    from moexp.runtime.predictors.learned import RoutingPredictor
+    from moexp.runtime.predictors.predictor import ExpertPredictor
     from moexp.runtime.store.store import ExpertStore
-    from moexp.runtime.verifiers.chain import Sampling
+    from moexp.runtime.verifiers.sampling import Sampling
     from moexp.target.draft_expert import DraftExperts
     from moexp.target.heads.head import DraftHead
     from moexp.target.load import Target
@@ -122,17 +122,16 @@ def predictors_of(recipe: Recipe, target: Target, method: Method) -> dict[str, C
 
 def learned_predictor(recipe: Recipe, target: Target, level: str | None = None) -> Callable[[], ExpertPredictor]:
     """What makes learned predictors, one a request, that share the weights of `open_predictor`."""
-    from moexp.runtime.predictors.model import PredictorSession
-    from moexp.runtime.predictors.routing import LearnedPredictor
+    from moexp.runtime.predictors.learned import LearnedPredictor
 
     model = open_predictor(recipe, target, level)
-    return lambda: LearnedPredictor(PredictorSession(model))
+    return lambda: LearnedPredictor(model)
 
 
 def method_of(section: DecodeSection) -> Method:
     """The decoding method that a recipe's section describes."""
     from moexp.runtime.decoding.method import Method, TreePlan
-    from moexp.runtime.drafters.tree import TreeShape
+    from moexp.runtime.drafters.draft_tree import TreeShape
 
     plan = None
     if section.tree is not None:
@@ -145,6 +144,6 @@ def method_of(section: DecodeSection) -> Method:
 
 def sampling_of(section: DecodeSection, seed: int) -> Sampling:
     """The sampling that a recipe's section describes."""
-    from moexp.runtime.verifiers.chain import Sampling
+    from moexp.runtime.verifiers.sampling import Sampling
 
     return Sampling(temperature=section.temperature, top_k=section.top_k, top_p=section.top_p, seed=seed)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moexp.base.errors import MoexpError
-from moexp.runtime.recording.files import RoutingGeometry
+from moexp.data.traces import RoutingGeometry
 from moexp.sim.costs import ComputeCosts
 from moexp.sim.link import LinkModel
 from moexp.sim.machine import MachineModel

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from moexp.base.errors import MoexpError
-from moexp.runtime.recording.files import RecordedCycle, Recording, RoutingGeometry
-from moexp.runtime.selectors.chain import Truncation
+from moexp.data.traces import RoutingGeometry
+from moexp.runtime.recording.files import RecordedCycle, Recording
+from moexp.runtime.selectors.confidence_expansion import Truncation
 from moexp.sim.walk import Announcement, Cycle, Step, Table, announcement, key_table, routed_step
 
 if TYPE_CHECKING:

@@ -17,10 +17,10 @@ from moexp.base.errors import MoexpError
 from moexp.base.progress import stage
 from moexp.base.provenance import collect_provenance
 from moexp.config.recipe import Recipe
-from moexp.runtime.decoding.chain import decode_all
+from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.store.store import READ_SPLITS
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.verifiers.sampling import Sampling
 from moexp.sim.geometry import Geometry
 from moexp.sim.hardware import ComputeSection, LinkSection, PrecisionSection, SlotsSection
 from moexp.sim.platform import THIS_MACHINE, SimPlatform, load_platform, machine_file

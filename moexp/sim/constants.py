@@ -16,9 +16,9 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from moexp.base.errors import MoexpError
+from moexp.base.formula import evaluate, names_in
 from moexp.config.recipe import nearest_key
 from moexp.papers import Paper, load_paper
-from moexp.sim.formula import evaluate, names_in
 from moexp.sim.geometry import GEOMETRIES
 
 KINDS = ("value", "formula", "paper")

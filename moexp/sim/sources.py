@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moexp.base.errors import MoexpError
-from moexp.data.traces import MANIFEST, read_trace
-from moexp.runtime.recording.files import RoutingGeometry, find_recording, read_recording
+from moexp.data.traces import MANIFEST, RoutingGeometry, read_trace
+from moexp.runtime.recording.files import find_recording, read_recording
 from moexp.sim.blocks import Blocks, fixed_methods, recorded_blocks
 from moexp.sim.traces import traced_blocks
 
@@ -79,14 +79,7 @@ def open_source(source: Source) -> Routing:
         MoexpError: neither a recording nor a trace, or nothing in it that can be cut.
     """
     if source.is_trace:
-        geometry = read_trace(source.place).geometry
-        return Routing(
-            source,
-            RoutingGeometry(geometry.layers, geometry.num_experts, geometry.top_k),
-            0,
-            TRACED,
-            (_assumed(source.acceptance),),
-        )
+        return Routing(source, read_trace(source.place).geometry, 0, TRACED, (_assumed(source.acceptance),))
     recording = read_recording(source.place)
     usable = fixed_methods(recording)
     if not usable:

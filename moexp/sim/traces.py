@@ -13,7 +13,6 @@ import numpy as np
 
 from moexp.base.errors import MoexpError
 from moexp.data.traces import Trace
-from moexp.runtime.recording.files import RoutingGeometry
 from moexp.sim.blocks import Block, Blocks
 
 
@@ -45,9 +44,8 @@ def traced_blocks(
         raise MoexpError(f"acceptance {chances}", valid="probabilities from 0 to 1")
     chances = [chances[min(place, len(chances) - 1)] for place in range(max_draft)]
     draw = np.random.default_rng(seed)
-    geometry = RoutingGeometry(trace.geometry.layers, trace.geometry.num_experts, trace.geometry.top_k)
     blocks = [block for text_TLk in _texts(trace, tokens) for block in _blocks(text_TLk, chances, draw)]
-    return Blocks(blocks, geometry, top_r=top_r, draft_experts=False, layers=layers)
+    return Blocks(blocks, trace.geometry, top_r=top_r, draft_experts=False, layers=layers)
 
 
 def _texts(trace: Trace, tokens: int | None) -> Iterator[np.ndarray]:

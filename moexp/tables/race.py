@@ -15,7 +15,7 @@ from moexp.tables.core.plot import BLUE, GREY, Plot, number, write_plot
 from moexp.tables.core.provenance import provenance_lines
 from moexp.tables.core.rows import Bootstrapped, sameness, throughput, with_ends
 from moexp.tables.core.run import Measured
-from moexp.tables.core.table import Row, View, put, text, text_of, to_csv, view_text, wrapped
+from moexp.tables.core.table import Row, View, set_interval, text, text_of, to_csv, view_text, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,7 +61,9 @@ def race_rows(name: str, found: Measured, methods: Sequence[Method], top_k: int,
         }  # fmt: skip
         row |= sameness(arms, ar, temperature)
         row |= throughput(run, arms, None if method.is_ar else ar, top_k)
-        put(row, "experts_per_layer", run.over(arms.values(), lambda arm: metrics.experts_per_layer(arm.steps)))
+        set_interval(
+            row, "experts_per_layer", run.over(arms.values(), lambda arm: metrics.experts_per_layer(arm.steps))
+        )
         for column in ("prefetch_hit", "prefetch_waste", "prefetch_coverage"):
             row[column] = getattr(metrics, column)(steps).value
         rows.append(row)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from moexp import metrics
 from moexp.records import StepRecord
-from moexp.tables.core.run import Arm, Measured
+from moexp.tables.core.run import ArmRecords, Measured
 from moexp.web.sources import PAPER_NAMES, Source
 
 
@@ -75,7 +75,7 @@ def explorer_data(sources: Sequence[Source]) -> dict[str, Any]:
     }
 
 
-def request_values(source: Source, arm: Arm) -> dict[str, Any]:
+def request_values(source: Source, arm: ArmRecords) -> dict[str, Any]:
     """One row, by column. In a batch, bytes belong to all of its requests, so a request has none of its own."""
     request, steps = arm.request, arm.steps
     batched = any(step.batch is not None and step.batch > 1 for step in steps)

@@ -148,14 +148,13 @@ def _decode_apart(folder: Path, tokens: int, threads: int) -> dict[str, Any]:
 def decode(folder: Path, tokens: int, threads: int) -> dict[str, Any]:
     """AR and speculation in turns over one disk store, each once to warm up; plain JSON."""
     from moexp.base.compute import prepare
-    from moexp.records import StepRecord
-    from moexp.runtime.decoding.chain import LogitsDigest, decode_all
-    from moexp.runtime.decoding.chain import decode as decode_by
+    from moexp.runtime.decoding.cycle import Cycle
+    from moexp.runtime.decoding.decode import LogitsDigest, decode_all
     from moexp.runtime.decoding.method import Method
     from moexp.runtime.engine.engine import Engine
     from moexp.runtime.store.direct_io import probe_bandwidth
     from moexp.runtime.store.store import READ_SPLITS, open_store
-    from moexp.runtime.verifiers.chain import Sampling
+    from moexp.runtime.verifiers.sampling import Sampling
     from moexp.target.load import load_target
 
     threads = prepare(threads)
@@ -179,16 +178,13 @@ def decode(folder: Path, tokens: int, threads: int) -> dict[str, Any]:
             for name, method in methods.items():
                 decode_all(engine, PROMPT, method, Sampling(), max_new_tokens=2)  # touch memory, wake the disk
                 digest = LogitsDigest()
-                running = decode_by(engine, PROMPT, method, Sampling(), max_new_tokens=tokens, on_logits=digest)
-                steps: list[StepRecord] = []
                 samples = [probe()]  # between the cycles, whose time it is not part of: a disk's speed drifts
-                while True:
-                    try:
-                        steps.append(next(running))
-                    except StopIteration as end:
-                        record = end.value
-                        break
+
+                def observe(cycle: Cycle, digest: LogitsDigest = digest, samples: list[float] = samples) -> None:
+                    digest(cycle)
                     samples.append(probe())
+
+                steps, record = decode_all(engine, PROMPT, method, Sampling(), max_new_tokens=tokens, on_cycle=observe)
                 demanded = sum(step.store["demanded"] for step in steps if step.store)
                 found[name] = {
                     "tokens": record.new_tokens,

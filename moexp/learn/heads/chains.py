@@ -91,8 +91,8 @@ class Chains:
         self.pairs = rows_BL.shape[1] - 1
         self.cache, self.depth = TapeCache(), 0
         self.roots = torch.arange(self.pairs, device=rows_BL.device)
-        seed_BnH = head.seed(features_BLF[:, :-1])
-        self.hidden = head(rows_BL[:, 1:], seed_BnH, self.roots[None], None, self.cache)
+        hidden_BnH = head.features(features_BLF[:, :-1])
+        self.hidden = head(rows_BL[:, 1:], hidden_BnH, self.roots[None], None, self.cache)
 
     def fork(self, roots_R: Tensor | None = None) -> Chains:
         """Chains from the same true pairs, with some of the roots or all. Must not have gone beyond step 0."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moexp.base.errors import MoexpError
-from moexp.data.traces import Trace, TraceGeometry, TraceShard
+from moexp.data.traces import RoutingGeometry, Trace, TraceShard
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RoutingRows:
         sample_R: the sample that each row is a piece of.
     """
 
-    geometry: TraceGeometry
+    geometry: RoutingGeometry
     token_T: np.ndarray
     experts_TLk: np.ndarray
     first_T: np.ndarray
@@ -74,7 +74,7 @@ def read_rows(trace: Trace, context: int, vocab: int) -> RoutingRows:
     return rows
 
 
-def rows_of(shards: Sequence[TraceShard], geometry: TraceGeometry, context: int) -> RoutingRows:
+def rows_of(shards: Sequence[TraceShard], geometry: RoutingGeometry, context: int) -> RoutingRows:
     """Shards of a trace in order, cut into rows."""
     sample_T = np.concatenate([shard.sample_T for shard in shards])
     first_T = np.diff(sample_T, prepend=sample_T[0] - 1) != 0

@@ -17,7 +17,7 @@ from torch import Tensor
 from moexp.base.progress import stage
 from moexp.base.ridge import solve_ridge
 from moexp.learn.predictor.data import RoutingBatch, RoutingRows, batch_of
-from moexp.runtime.predictors.model import RoutingPredictor
+from moexp.runtime.predictors.learned import RoutingPredictor
 
 RIDGE = 1e-3  # added to the diagonal, over its mean
 SCALES = (1, 2, 3, 4, 6, 8, 12, 16)  # of the fitted shares, as logits

@@ -30,7 +30,7 @@ from moexp.learn.predictor.data import RoutingBatch, RoutingRows, batch_of, read
 from moexp.learn.predictor.start import fit_head
 from moexp.runtime.predictors.backbone import open_backbone
 from moexp.runtime.predictors.files import HEADER, load_predictor, read_header, target_embedding, write_predictor
-from moexp.runtime.predictors.model import RoutingPredictor, top_experts
+from moexp.runtime.predictors.learned import RoutingPredictor, top_experts
 
 PREDICTOR = "predictor"  # its own name beside those of the baselines
 LEVELS = {"near-50": 0.5, "near-60": 0.6}  # overlaps to keep a checkpoint at (Table 9), by folder

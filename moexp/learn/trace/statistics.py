@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moexp.data.traces import TraceGeometry, TraceShard
+from moexp.data.traces import RoutingGeometry, TraceShard
 from moexp.metrics import uniform_union
 
 LONGEST_BLOCK = 8
@@ -58,7 +58,7 @@ class UnionGrowth:
         return self.unique_LB.mean(0)
 
 
-def expert_load(shards: Iterable[TraceShard], geometry: TraceGeometry) -> ExpertLoad:
+def expert_load(shards: Iterable[TraceShard], geometry: RoutingGeometry) -> ExpertLoad:
     """Counts choices of each expert."""
     layers, experts = len(geometry.layers), geometry.num_experts
     counts_LE = np.zeros((layers, experts), dtype=np.int64)
@@ -69,7 +69,7 @@ def expert_load(shards: Iterable[TraceShard], geometry: TraceGeometry) -> Expert
     return ExpertLoad(counts_LE)
 
 
-def union_growth(shards: Iterable[TraceShard], geometry: TraceGeometry, longest: int = LONGEST_BLOCK) -> UnionGrowth:
+def union_growth(shards: Iterable[TraceShard], geometry: RoutingGeometry, longest: int = LONGEST_BLOCK) -> UnionGrowth:
     """Union sizes over all blocks of 1 to `longest` consecutive tokens of the same text."""
     layers, experts = len(geometry.layers), geometry.num_experts
     sums_LB = np.zeros((layers, longest))

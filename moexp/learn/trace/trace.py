@@ -35,9 +35,9 @@ from moexp.config.sections import TraceSection
 from moexp.data.prompts import load_texts
 from moexp.data.traces import (
     MANIFEST,
+    RoutingGeometry,
     ShardEntry,
     Trace,
-    TraceGeometry,
     TraceManifest,
     TraceShard,
     read_manifest,
@@ -118,7 +118,7 @@ def _manifest(recipe: Recipe, target: Path, text: str | None, provenance: dict[s
     return TraceManifest(
         target=fingerprint,
         model_type=spec.model_type,
-        geometry=TraceGeometry(spec.moe_layers, spec.num_experts, spec.top_k),
+        geometry=RoutingGeometry(spec.moe_layers, spec.num_experts, spec.top_k),
         gates=recipe.trace.gates,
         source=text or CORPUS,
         identity=hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16],
@@ -278,7 +278,7 @@ def by_gate(gates_Tk: Tensor, ids_Tk: Tensor) -> tuple[Tensor, Tensor]:
     return gates_Tk, ids_Tk.gather(-1, order_Tk)
 
 
-def load_csv(load: ExpertLoad, geometry: TraceGeometry) -> str:
+def load_csv(load: ExpertLoad, geometry: RoutingGeometry) -> str:
     """`expert_load.csv`: how many tokens chose each expert, and that over the layer's mean."""
     rows = [
         (layer, expert, int(count), f"{count / counts_E.mean():.4f}", "measured")

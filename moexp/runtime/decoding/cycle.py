@@ -145,9 +145,7 @@ def run_cycle(engine: Engine, answers: Sequence[Answer], batch: int | None = Non
         cycle_s=end_s - begin_s,
         store=(store.counters - before).as_dict(),
     )
-    return [
-        _finish(engine, *one, shared) for one in zip(answers, proposals, outs, verdicts, emitted, strict=True)
-    ]
+    return [_finish(engine, *one, shared) for one in zip(answers, proposals, outs, verdicts, emitted, strict=True)]
 
 
 def _finish(

@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from moexp.base.errors import MoexpError
-from moexp.runtime.drafters.tree import TreeShape
-from moexp.runtime.selectors.chain import Truncation
-from moexp.runtime.selectors.tree import SelectorOptions, make_selector
+from moexp.runtime.drafters.draft_tree import TreeShape
+from moexp.runtime.selectors.confidence_expansion import Truncation
+from moexp.runtime.selectors.registry import SelectorOptions, make_selector
 
 if TYPE_CHECKING:
     from moexp.runtime.engine.engine import Engine
 
-LEARNED = "learned"
-PREDICTORS = ("draft-router", LEARNED, "oracle", "none")
+DRAFT_ROUTER, LEARNED = "draft-router", "learned"
+PREDICTORS = (DRAFT_ROUTER, LEARNED, "oracle", "none")
 HEAD = "head"  # the drafter that reads the target's hidden states
 
 
@@ -24,19 +24,19 @@ class TreePlan:
 
     Attributes:
         shape: steps, tokens a node, nodes kept a step.
-        selector: a key of `tree_select.SELECTORS`.
+        selector: a key of `SELECTORS`.
         gamma: nodes verified, the pending token included.
         epsilon: of the selectors by cost.
         predictor: whose expert sets selection and prefetch go by: the draft router's (at the price of draft passes for
             the leaves), those of a model trained to predict them (of nodes that the draft path ran, its router's), the
-            target's own (recorded: a bound, not a method), or nobody's.
+            target's own (recorded: a bound, not a method), or none.
     """
 
     shape: TreeShape = field(default_factory=TreeShape)
     selector: str = "marginal-cost"
     gamma: int = 8
     epsilon: float = 1.0
-    predictor: str = "draft-router"
+    predictor: str = DRAFT_ROUTER
 
 
 @dataclass(frozen=True)
@@ -44,18 +44,17 @@ class Method:
     """A choice of drafter, truncation and prefetch. All of them emit what the target alone would.
 
     Attributes:
-        drafter: "ar" (none), "top-r", "draft-expert", "head" (of the engine; trees only), or "target" (the control that
+        drafter: "ar" (none), "top-r", "draft-expert", "head" (of the engine; trees only), or "target" (the control: it
             drafts for itself).
         r: routed experts while drafting.
         max_draft: K, drafted tokens a cycle at most.
-        policy: a key of `select.POLICIES`.
+        policy: a key of `POLICIES`.
         tau: confidence below which a token is doubtful.
         budget: layer-experts that a doubtful token may add (B), or "cache": the room left in the expert cache.
         prefetch: launch predicted verifier experts while drafting.
-        prefetch_inline: launch them layer by layer within the draft step (its input token is verified whatever
-            becomes of the token it drafts), not only once the drafted token is kept (Algorithm 1, line 13).
+        prefetch_inline: launch them layer by layer within the draft step (its input token is verified whether or not
+            the token it drafts is appended), not only once the drafted token is appended (Algorithm 1, line 13).
         prefetch_top: of a layer's predicted experts, launch only this many, by descending gate; None: all.
-        lookahead: one more draft step for the experts of the block's last token.
         tree: draft a tree and select from it, in place of a chain of `max_draft` and `policy`.
         name: for records; by default made from the above.
     """
@@ -69,7 +68,6 @@ class Method:
     prefetch: bool = False
     prefetch_top: int | None = None
     prefetch_inline: bool = True
-    lookahead: bool = False
     tree: TreePlan | None = None
     name: str = ""
 
@@ -97,7 +95,7 @@ def check_method(method: Method, engine: Engine) -> None:
     Raises:
         MoexpError: an unknown name, a number out of range, or draft experts that are not loaded.
     """
-    from moexp.runtime.drafters.chain import DRAFTERS  # plain data needs no torch, running it does
+    from moexp.runtime.drafters.self_chain import DRAFTERS  # plain data needs no torch, running it does
 
     if method.is_ar:
         return
@@ -129,11 +127,11 @@ def _check_tree(plan: TreePlan, engine: Engine, drafter: str) -> None:
     selector = make_selector(plan.selector, SelectorOptions(plan.epsilon))
     if plan.predictor not in (*PREDICTORS, *engine.predictors):
         raise MoexpError(f"unknown predictor {plan.predictor!r}", where="decode.predictor", valid=", ".join(PREDICTORS))
-    if drafter == HEAD and plan.predictor == "draft-router":
+    if drafter == HEAD and plan.predictor == DRAFT_ROUTER:
         raise MoexpError("a head has no draft router", where="decode.predictor", valid="learned, oracle, none")
     if plan.predictor in (LEARNED, "oracle") and plan.predictor not in engine.predictors:
-        found = f"no {plan.predictor} predictor is loaded"
-        raise MoexpError(found, where="decode.predictor", valid="train one, or none")
+        missing = f"no {plan.predictor} predictor is loaded"
+        raise MoexpError(missing, where="decode.predictor", valid="train one, or none")
     lacking = {"none": False, "predicted": plan.predictor == "none", "recorded": plan.predictor != "oracle"}
     if lacking[selector.needs]:
         raise MoexpError(

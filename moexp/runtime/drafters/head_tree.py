@@ -79,7 +79,7 @@ class HeadTreeDrafter:
         ids_1T = torch.tensor([list(tokens)], device=states_TF.device)
         first = self.cache.length
         positions_1T = torch.arange(first, first + count, device=states_TF.device)[None]
-        out_1TH = self.head(ids_1T, self.head.seed(states_TF[None]), positions_1T, None, self.cache)
+        out_1TH = self.head(ids_1T, self.head.features(states_TF[None]), positions_1T, None, self.cache)
         self._root_H = out_1TH[0, -1]
 
     def _step(self, builder: TreeBuilder, hidden: dict[int, Tensor], pairs: dict[int, int], true_pairs: int) -> None:

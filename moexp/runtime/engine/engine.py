@@ -30,7 +30,7 @@ from moexp.target.heads.head import DraftHead
 from moexp.target.load import Target
 
 if TYPE_CHECKING:
-    from moexp.runtime.predictors.routing import ExpertPredictor
+    from moexp.runtime.predictors.predictor import ExpertPredictor
 
 PREFILL = StepPath("prefill")
 AR = StepPath("ar")

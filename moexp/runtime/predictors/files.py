@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModel
 
 from moexp.base.atomic import write_json, writing
 from moexp.base.errors import MoexpError
-from moexp.data.traces import TraceGeometry
+from moexp.data.traces import RoutingGeometry
 from moexp.runtime.predictors.backbone import Backbone
 from moexp.runtime.predictors.learned import RoutingPredictor
 from moexp.target.experts import checkpoint_files
@@ -92,7 +92,7 @@ def load_predictor(
             where=str(folder),
             valid="a predictor trained on this very target",
         )
-    geometry = TraceGeometry(tuple(header["layers"]), header["num_experts"], header["top_k"])
+    geometry = RoutingGeometry.from_json(header)
     try:
         config = AutoConfig.for_model(**header["backbone"])
         backbone = AutoModel.from_config(config, dtype=torch.float32, attn_implementation="sdpa")

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from moexp.data.traces import TraceGeometry
+from moexp.data.traces import RoutingGeometry
 from moexp.runtime.drafters.draft_tree import DraftTree
 from moexp.runtime.predictors.backbone import Backbone, fit_projection, rms
 from moexp.runtime.predictors.predictor import Routing
@@ -46,7 +46,7 @@ class RoutingPredictor(nn.Module):
         self,
         backbone: Backbone,
         embedding_VD: Tensor,
-        geometry: TraceGeometry,
+        geometry: RoutingGeometry,
         *,
         context: int = 256,
         dropout: float = 0.0,

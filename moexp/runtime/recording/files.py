@@ -29,6 +29,7 @@ import pyarrow.parquet as pq
 
 from moexp.base import atomic
 from moexp.base.errors import MoexpError
+from moexp.data.traces import RoutingGeometry
 
 FORMAT = "moexp-recording-1"
 ROUTING = "routing.parquet"
@@ -55,15 +56,6 @@ SCHEMA = pa.schema(
         ("routing", pa.list_(pa.int16())),
     ]
 )
-
-
-@dataclass(frozen=True)
-class RoutingGeometry:
-    """What ids mean: decoder layers that route, experts a layer, experts a token."""
-
-    layers: tuple[int, ...]
-    num_experts: int
-    top_k: int
 
 
 @dataclass(frozen=True)
@@ -160,8 +152,7 @@ def read_table(path: Path) -> tuple[RecordingInfo, pa.Table]:
     if metadata.get(b"format") != FORMAT.encode() or not table.schema.equals(SCHEMA):
         raise ValueError(f"not {FORMAT}")
     values = json.loads(metadata[b"recording"])
-    geometry = values.pop("geometry")
-    geometry = RoutingGeometry(tuple(geometry["layers"]), geometry["num_experts"], geometry["top_k"])
+    geometry = RoutingGeometry.from_json(values.pop("geometry"))
     return RecordingInfo(geometry=geometry, **values), table
 
 

@@ -16,8 +16,8 @@ class Cheapest:
     on what any selection can save, for analysis.
 
     Exact by search over all prefix-closed choices, given up where they cost more than the best so far. Of equally cheap
-    ones the likeliest is returned. After `steps` extensions it is the best so far; trees of 3 steps and width 4 need far
-    fewer.
+    ones the likeliest is returned; after `steps` extensions, the best so far (trees of 3 steps and width 4 need far
+    fewer).
     """
 
     needs: Literal["recorded"] = "recorded"

@@ -99,7 +99,8 @@ class ChainTruncation:
     def pick(self, tree: DraftTree, gamma: int, experts_NLW: Words | None, covered_LW: Words | None) -> list[int]:
         assert experts_NLW is not None
         if not tree.is_chain:
-            raise MoexpError(f"{CONFIDENCE_EXPANSION} on a tree", where="decode.selector", valid="a chain: a tree of width 1")
+            what = f"{CONFIDENCE_EXPANSION} on a tree"
+            raise MoexpError(what, where="decode.selector", valid="a chain: a tree of width 1")
         truncation = Truncation(CONFIDENCE_EXPANSION, self.tau, self.budget)
         confidences = np.exp(tree.log_probs_N)
         picked = [0]

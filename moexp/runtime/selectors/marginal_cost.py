@@ -20,9 +20,9 @@ class MarginalCost:
     """One best node after another by P over the experts it adds.
 
     The paper scores every node that is left, by its path from the root. No node scores above its parent, and ties go to
-    the parent, so the best of all is always among the open ones, whose parents are picked already; and of an open node's
-    path all experts but its own are covered. So only open nodes are scored, by their own sets. Among unrelated nodes
-    ties go to the likelier one, then to the lower number.
+    the parent, so the best is always among the open nodes, whose parents are picked already; and of an open node's path
+    all experts but its own are covered. So only open nodes are scored, by their own sets. Among unrelated nodes ties go
+    to the likelier one, then to the lower number.
 
     Args:
         epsilon: added to the cost, in layer-experts; above 0. The paper gives no value. When it is small, a node that

@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, field
 
 from moexp.base.errors import MoexpError
+
+
+class Clock:
+    """The time that stores measure stalls and pace transfers by. Tests drive another in its place."""
+
+    def now_s(self) -> float:
+        """Seconds since any fixed moment."""
+        return time.perf_counter()
+
+    def wait_until(self, due_s: float, closing: threading.Event) -> None:
+        """Sleep until `due_s`, or until `closing` is set."""
+        closing.wait(max(0.0, due_s - self.now_s()))
+
+
+CLOCK = Clock()
 
 
 @dataclass

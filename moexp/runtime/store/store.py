@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from moexp.base.errors import MoexpError
 from moexp.runtime.store.counters import Phase, StoreCounters
 from moexp.runtime.store.direct_io import FileSource
 from moexp.runtime.store.host import HostSource, load_experts
-from moexp.runtime.store.pacing import Pacer
+from moexp.runtime.store.pacing import CLOCK, Clock, Pacer
 from moexp.runtime.store.packed import PackedFileSource, PackedHostSource
 from moexp.runtime.store.policies import CachePolicy, make_policy
 from moexp.runtime.store.residency import Entry, Residency
@@ -146,6 +145,7 @@ class SlotStore:
         device: where the slots are; the source must be able to fill them there.
         poison: fill freed slots with NaN (for tests).
         transport: takes the thread pool's place (for tests).
+        clock: the time that stalls are measured in, and pacing is done by (for tests).
 
     Attributes:
         capacity: experts that the budget holds, or None.
@@ -165,6 +165,7 @@ class SlotStore:
         device: torch.device | str = "cpu",
         poison: bool = False,
         transport: Transport | None = None,
+        clock: Clock = CLOCK,
     ) -> None:
         if budget_bytes is not None and budget_bytes < expert_bytes:
             raise MoexpError(
@@ -180,8 +181,9 @@ class SlotStore:
         self._residency = Residency(policy, self.capacity, self.counters, self._free, self._cancel)
         if prefetch_threads is None and pacer is None:
             prefetch_threads = max(1, io_threads // 4)
-        self._transport = transport or TransferPool(source, io_threads, pacer, prefetch_threads)
+        self._transport = transport or TransferPool(source, io_threads, pacer, prefetch_threads, clock)
         self._landed = self._transport.landed
+        self._clock = clock
         self._closed = False
         # A store that nobody closed leaves no threads behind; but a dead device must not hold the process then.
         weakref.finalize(self, self._transport.close, wait=False).atexit = False
@@ -277,10 +279,10 @@ class SlotStore:
         self._drain()
         if ticket.arrived:
             return
-        begin_s = time.perf_counter()
+        begin_s = self._clock.now_s()
         while not ticket.arrived:
             self._land(self._landed.get())
-        stall_s = time.perf_counter() - begin_s
+        stall_s = self._clock.now_s() - begin_s
         self.counters.stall_s += stall_s
         self.counters.phases[ticket.phase].stall_s += stall_s
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import heapq
 import threading
-import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from moexp.runtime.store.pacing import Pacer
+from moexp.runtime.store.pacing import CLOCK, Clock, Pacer
 from moexp.runtime.store.slots import Slot
 from moexp.target.experts import ExpertKey, ExpertWeights
 
@@ -109,13 +108,22 @@ class TransferPool:
         pacer: delays each piece to the time at which an emulated link would have delivered it.
         background: how many of these may be pieces that are not urgent, so that an urgent one does not find the device
             busy with all the others; None: no limit.
+        clock: the time that the pacer's delays are in.
     """
 
-    def __init__(self, source: Source, threads: int, pacer: Pacer | None = None, background: int | None = None) -> None:
+    def __init__(
+        self,
+        source: Source,
+        threads: int,
+        pacer: Pacer | None = None,
+        background: int | None = None,
+        clock: Clock = CLOCK,
+    ) -> None:
         threads = pacer.concurrency if pacer else threads
         self.landed: SimpleQueue[Transfer] = SimpleQueue()
         self._source = source
         self._pacer = pacer
+        self._clock = clock
         self._lock = threading.Lock()
         self._urgent: deque[tuple[Transfer, int]] = deque()
         self._queued: list[tuple[int, int, Transfer, int]] = []  # heap of (layer, running number, transfer, piece)
@@ -212,9 +220,9 @@ class TransferPool:
             self._source.move(transfer, piece)
             return
         share_bytes = transfer.plan.moved_bytes // len(transfer.plan.pieces)
-        due_s = self._pacer.reserve(share_bytes, time.perf_counter())
+        due_s = self._pacer.reserve(share_bytes, self._clock.now_s())
         self._source.move(transfer, piece)
-        self._closing.wait(max(0.0, due_s - time.perf_counter()))  # a sleep that `close` ends
+        self._clock.wait_until(due_s, self._closing)
 
     def _land(self, transfer: Transfer) -> None:
         try:

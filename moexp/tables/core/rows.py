@@ -9,11 +9,11 @@ import numpy as np
 
 from moexp import metrics
 from moexp.metrics import Array, Interval, Ratio
-from moexp.tables.core.run import Arm
-from moexp.tables.core.table import Row, put
+from moexp.tables.core.run import ArmRecords
+from moexp.tables.core.table import Row, set_interval
 
-Arms = Mapping[int, Arm]
-Of = Callable[[Arm], Ratio]
+Arms = Mapping[int, ArmRecords]
+Of = Callable[[ArmRecords], Ratio]
 
 
 class Bootstrapped:
@@ -21,7 +21,7 @@ class Bootstrapped:
 
     samples: int
 
-    def over(self, arms: Iterable[Arm], of: Of) -> Interval:
+    def over(self, arms: Iterable[ArmRecords], of: Of) -> Interval:
         """A ratio, pooled over prompts."""
         return metrics.bootstrap([of(arm) for arm in arms], samples=self.samples)
 
@@ -57,7 +57,7 @@ def _medians(values: Sequence[float], times_SN: Array) -> Array:
     return np.where(total_S1[:, 0] > 0, (ordered[middle[0]] + ordered[middle[1]]) / 2, np.nan)
 
 
-def rate(arm: Arm) -> Ratio:
+def rate(arm: ArmRecords) -> Ratio:
     """Tokens a second."""
     return metrics.tokens_per_s([arm.request])
 
@@ -69,17 +69,17 @@ def throughput(run: Bootstrapped, arms: Arms, ar: Arms | None, top_k: int) -> Ro
         ar: the same prompts by AR; None for AR itself, which has neither a speedup nor a bound of one.
     """
 
-    def bound(arm: Arm) -> Ratio:
+    def bound(arm: ArmRecords) -> Ratio:
         alpha, layers = metrics.alpha(arm.steps), metrics.experts_per_layer(arm.steps)
         # alpha k / E with both means kept as sums: emitted k over the cycles' unions a layer.
         return Ratio(alpha.num * top_k, layers.num / (layers.den / alpha.den)) if layers.den else Ratio()
 
     row: Row = {}
-    put(row, "tokens_per_s", run.over(arms.values(), rate))
-    put(row, "speedup", None if ar is None else run.against(arms, rate, ar, rate))
-    put(row, "alpha", run.over(arms.values(), lambda arm: metrics.alpha(arm.steps)))
-    put(row, "bytes_per_token", run.over(arms.values(), lambda arm: metrics.bytes_per_token(arm.steps)))
-    put(row, "byte_bound", None if ar is None else run.over(arms.values(), bound))
+    set_interval(row, "tokens_per_s", run.over(arms.values(), rate))
+    set_interval(row, "speedup", None if ar is None else run.against(arms, rate, ar, rate))
+    set_interval(row, "alpha", run.over(arms.values(), lambda arm: metrics.alpha(arm.steps)))
+    set_interval(row, "bytes_per_token", run.over(arms.values(), lambda arm: metrics.bytes_per_token(arm.steps)))
+    set_interval(row, "byte_bound", None if ar is None else run.over(arms.values(), bound))
     for part, each in metrics.time_profile(step for arm in arms.values() for step in arm.steps).items():
         row[f"{part}_ms"] = None if each.value is None else 1000 * each.value
     return row

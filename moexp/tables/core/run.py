@@ -25,7 +25,7 @@ STEPS, REQUESTS = "steps.jsonl", "requests.jsonl"
 
 
 @dataclass(frozen=True)
-class Arm:
+class ArmRecords:
     """What one method did with one prompt."""
 
     request: RequestRecord
@@ -47,7 +47,7 @@ class Measured:
     tag: str
     settings: dict[str, Any]
     probe: dict[str, Any]
-    arms: dict[str, dict[int, Arm]]
+    arms: dict[str, dict[int, ArmRecords]]
     provenance: list[dict[str, Any]]
 
 
@@ -58,14 +58,14 @@ def load_measured(folder: Path) -> Measured | None:
     steps: dict[tuple[int, str], list[StepRecord]] = {}
     for step in read_records(folder / STEPS, StepRecord, resuming=True):
         steps.setdefault((step.request, step.method), []).append(step)
-    arms: dict[str, dict[int, Arm]] = {}
+    arms: dict[str, dict[int, ArmRecords]] = {}
     for request in read_records(folder / REQUESTS, RequestRecord, resuming=True):
         mine = steps.get((request.request, request.method), [])
         if sum(step.emitted for step in mine) != request.new_tokens:
             raise MoexpError(
                 f"steps of request {request.request} by {request.method} are missing or doubled", where=str(folder)
             )
-        arms.setdefault(request.method, {})[request.request] = Arm(request, mine)
+        arms.setdefault(request.method, {})[request.request] = ArmRecords(request, mine)
     if not arms:
         return None
     settings = read_json(folder / SETTINGS) or {}

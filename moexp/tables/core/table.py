@@ -71,7 +71,7 @@ def read_rows(path: Path) -> list[dict[str, str]]:
 # --- cells ---
 
 
-def put(row: Row, name: str, interval: Interval | None) -> None:
+def set_interval(row: Row, name: str, interval: Interval | None) -> None:
     """Sets `name`, `name_lo` and `name_hi` of a row."""
     row[name], row[f"{name}_lo"], row[f"{name}_hi"] = (None, None, None) if interval is None else interval[:3]
 

@@ -28,7 +28,7 @@ from moexp.tables.core.plot import (
 from moexp.tables.core.provenance import provenance_lines
 from moexp.tables.core.rows import with_ends
 from moexp.tables.core.run import Measured
-from moexp.tables.core.table import Row, put
+from moexp.tables.core.table import Row, set_interval
 from moexp.tables.core.tags import MEASURED, PAPER
 from moexp.tables.draftexpert.data import Run
 from moexp.tables.draftexpert.labels import AR, DRAFT_TOKENS, FIXED, TOP_R
@@ -110,7 +110,7 @@ def _speed_rows(run: Run) -> list[Row]:
             if found.value is not None:
                 row: Row = {"panel": "b", "target": run.target.get("name"), "series": platform.name}
                 row |= {"drafter": drafter, "prompts": found.prompts, "tag": platform.tag}
-                put(row, "draft_speedup", found)
+                set_interval(row, "draft_speedup", found)
                 rows.append(row)
     return rows
 
@@ -195,7 +195,7 @@ def _expansion_rows(run: Run, measured: Measured) -> list[Row]:
     for (drafter, steps), by_prompt in sorted(by_place.items(), key=lambda item: (order.index(item[0][0]), item[0][1])):
         row: Row = {"target": run.target.get("name"), "platform": measured.name, "drafter": drafter, "steps": steps}
         ratios = [Ratio(sum(unions), len(unions)) for unions in by_prompt.values()]
-        put(row, "unique_draft", metrics.bootstrap(ratios, samples=run.samples))
+        set_interval(row, "unique_draft", metrics.bootstrap(ratios, samples=run.samples))
         row |= {"cycles": sum(map(len, by_prompt.values())), "prompts": len(by_prompt), "tag": measured.tag}
         rows.append(row)
     return rows

@@ -14,8 +14,8 @@ from moexp.records import StepRecord
 from moexp.tables.core.plot import BLACK, LIGHT, OTHER_LOOK, PLATFORM_LOOKS, SKY, Plot, draw_series, number, run_source
 from moexp.tables.core.provenance import provenance_lines
 from moexp.tables.core.rows import with_ends
-from moexp.tables.core.run import Arm, Measured
-from moexp.tables.core.table import Row, put
+from moexp.tables.core.run import ArmRecords, Measured
+from moexp.tables.core.table import Row, set_interval
 from moexp.tables.core.tags import MEASURED, PAPER
 from moexp.tables.draftexpert.data import Run
 from moexp.tables.draftexpert.labels import AR, FIXED, RESIDENT, TOP_R, TRUNCATED
@@ -82,12 +82,12 @@ def _wait_rows(run: Run) -> list[Row]:
             "expert_width": platform.settings.get("expert_width"), "prompts": len(arms), "wait_ms": 1000 * wait,
             "token_ms": 1000 * whole,
         }  # fmt: skip
-        put(row, "wait_share", run.over(arms.values(), _wait_share))
+        set_interval(row, "wait_share", run.over(arms.values(), _wait_share))
         rows.append(row)
     return rows
 
 
-def _wait_share(arm: Arm) -> Ratio:
+def _wait_share(arm: ArmRecords) -> Ratio:
     """Seconds of stalls over seconds of decoding."""
     return Ratio(metrics.time_profile(arm.steps)["verify_wait"].num, metrics.token_time(arm.steps).num)
 
@@ -182,7 +182,7 @@ def _block_rows(run: Run, platform: Measured) -> list[Row]:
             "unique_verify": _median(step.unique_verify for step in steps), "loaded": _median(map(_loaded, steps)),
         }  # fmt: skip
         pairs = [([step.verify_s for step in mine.get(n, ())], seconds.get(n, [])) for n in prompts]
-        put(row, "verify_cost", run.median_against(pairs))
+        set_interval(row, "verify_cost", run.median_against(pairs))
         rows.append(row)
     return rows
 

@@ -9,8 +9,8 @@ from moexp import metrics
 from moexp.metrics import Interval, Ratio
 from moexp.papers import Paper
 from moexp.tables.core.rows import with_ends
-from moexp.tables.core.run import Arm
-from moexp.tables.core.table import Row, Table, View, put, text, text_of
+from moexp.tables.core.run import ArmRecords
+from moexp.tables.core.table import Row, Table, View, set_interval, text, text_of
 from moexp.tables.core.tags import PAPER
 from moexp.tables.draftexpert.data import Run, acceptance_ctx, add_paper, paper_by_platform, paper_view, say_missing
 from moexp.tables.draftexpert.labels import DRAFT_TOKENS, FIXED, RESIDENT, TOP_R
@@ -40,7 +40,7 @@ def table_3(run: Run, paper: Paper) -> Table:
                 "target": run.target["name"], "platform": platform.name, "drafter": drafter, "tag": platform.tag,
                 **counts[drafter],
             }  # fmt: skip
-            put(row, "cost", run.against(platform.arms.get(method, {}), draft_cost, base, draft_cost))
+            set_interval(row, "cost", run.against(platform.arms.get(method, {}), draft_cost, base, draft_cost))
             cost_rows[drafter][platform.name] = row
             table.rows.append(row)
     table.sources += timed
@@ -100,16 +100,16 @@ def draft_counts(run: Run, drafter: str, method: str) -> Row:
     def over(of: Callable[[list[Any]], Ratio]) -> Interval | None:
         return metrics.bootstrap([of(steps) for steps in whole.values()], samples=run.samples) if whole else None
 
-    put(row, "unique_draft", over(metrics.unique_draft))
-    put(row, "acceptance", over(metrics.acceptance))
-    put(row, "acceptance_ctx", acceptance_ctx(run, run.draft.get(drafter)))
+    set_interval(row, "unique_draft", over(metrics.unique_draft))
+    set_interval(row, "acceptance", over(metrics.acceptance))
+    set_interval(row, "acceptance_ctx", acceptance_ctx(run, run.draft.get(drafter)))
     if whole:
         row["prompts"], row["blocks"] = len(whole), sum(map(len, whole.values()))
         row["repeated_ngrams"] = metrics.repeated_ngrams(arm.request.tokens for arm in arms.values()).value
     return row
 
 
-def draft_cost(arm: Arm) -> Ratio:
+def draft_cost(arm: ArmRecords) -> Ratio:
     """Seconds of drafting a drafted token, over whole blocks."""
     whole = [step for step in arm.steps if step.drafted == DRAFT_TOKENS]
     return metrics.pooled(Ratio(step.draft_s, step.drafted) for step in whole)
@@ -129,10 +129,10 @@ def table_5(run: Run, paper: Paper) -> Table:
             "target": run.target["name"], "loss": kept["loss"], "tag": "measured", "steps": kept.get("steps"),
             **{name: measured.get(name) for name in ("kl", "agreement", "router_agreement")},
         }  # fmt: skip
-        put(row, "acceptance_ctx", acceptance_ctx(run, measured))
+        set_interval(row, "acceptance_ctx", acceptance_ctx(run, measured))
         arms = run.ablation.arms.get(kept["loss"], {}) if run.ablation is not None else {}
         hit = run.over(arms.values(), lambda arm: metrics.prefetch_hit(arm.steps)) if arms else None
-        put(row, "prefetch_hit", hit)
+        set_interval(row, "prefetch_hit", hit)
         table.rows.append(row)
     if table.rows:
         names = ["kl", "agreement", "router_agreement"]

@@ -10,8 +10,8 @@ from moexp import metrics
 from moexp.metrics import Interval, Ratio
 from moexp.papers import Paper
 from moexp.tables.core.rows import Arms, sameness, throughput, with_ends
-from moexp.tables.core.run import NEW_TOKENS, Arm, Measured
-from moexp.tables.core.table import Row, Table, View, put, text, text_of
+from moexp.tables.core.run import NEW_TOKENS, ArmRecords, Measured
+from moexp.tables.core.table import Row, Table, View, set_interval, text, text_of
 from moexp.tables.draftexpert.data import Run, add_paper, paper_by_platform, paper_view, present, say_missing
 from moexp.tables.draftexpert.labels import AR, FIXED, FULL, SHORT, TOP_1_FULL, TRUNCATED, settings_text
 from moexp.tables.draftexpert.simulated import NOTE, beside_paper, throughput_rows, verify_rows
@@ -267,18 +267,18 @@ def _verify_row(run: Run, platform: Measured, policy: str, method: str) -> Row:
     def over(of: Callable[[list[Any]], Ratio]) -> Interval:
         return run.over(arms.values(), lambda arm: of(arm.steps))
 
-    def token_s(arm: Arm) -> Ratio:
+    def token_s(arm: ArmRecords) -> Ratio:
         return metrics.token_time(arm.steps)
 
-    def cycle_s(arm: Arm) -> Ratio:
+    def cycle_s(arm: ArmRecords) -> Ratio:
         return metrics.pooled(Ratio(step.cycle_s, 1) for step in arm.steps)
 
-    put(row, "verify_cost", run.against(arms, lambda arm: metrics.verify_time(arm.steps), ar, token_s))
-    put(row, "prefetch_hit", over(metrics.prefetch_hit))
-    put(row, "prefetch_waste", over(metrics.prefetch_waste))
-    put(row, "stall_s", over(metrics.stall_per_token))
-    put(row, "cycle_cost", run.against(arms, cycle_s, ar, token_s))
-    put(row, "alpha", over(metrics.alpha))
+    set_interval(row, "verify_cost", run.against(arms, lambda arm: metrics.verify_time(arm.steps), ar, token_s))
+    set_interval(row, "prefetch_hit", over(metrics.prefetch_hit))
+    set_interval(row, "prefetch_waste", over(metrics.prefetch_waste))
+    set_interval(row, "stall_s", over(metrics.stall_per_token))
+    set_interval(row, "cycle_cost", run.against(arms, cycle_s, ar, token_s))
+    set_interval(row, "alpha", over(metrics.alpha))
     row["prefetch_cancelled"] = metrics.pooled(
         Ratio(step.store["cancelled"], step.store["prefetched"])
         for arm in arms.values()

@@ -11,7 +11,7 @@ from moexp import metrics
 from moexp.metrics import Ratio
 from moexp.records import StepRecord
 from moexp.tables.core.rows import Bootstrapped
-from moexp.tables.core.run import Arm, Measured, load_measured, read_json
+from moexp.tables.core.run import ArmRecords, Measured, load_measured, read_json
 
 AR, DRAFT_EXPERT, GTO = "ar", "draft-expert", "GTO"
 ECOSPEC, GLOBAL, ORACLE, CHEAPEST, EPSILON = "EcoSpec", "global", "oracle", "cheapest", "epsilon"
@@ -87,22 +87,22 @@ def _load_part(folder: Path) -> Measured | None:
     return found
 
 
-def nodes_verified(arm: Arm) -> Ratio:
+def nodes_verified(arm: ArmRecords) -> Ratio:
     """Rows of a verification step, the pending token included."""
     return metrics.pooled(Ratio(step.drafted + 1, 1) for step in arm.steps)
 
 
-def predict_time(arm: Arm) -> Ratio:
+def predict_time(arm: ArmRecords) -> Ratio:
     """Seconds of a predictor of its own, a cycle."""
     return metrics.pooled(Ratio(step.predict_s, 1) for step in arm.steps if step.predict_s is not None)
 
 
-def bytes_moved(arm: Arm) -> Ratio:
+def bytes_moved(arm: ArmRecords) -> Ratio:
     """Bytes that the store read, a cycle."""
     return metrics.pooled(Ratio(step.store["read_bytes"], 1) for step in arm.steps if "read_bytes" in step.store)
 
 
-def batch_cycles(arms: Iterable[Arm]) -> list[StepRecord]:
+def batch_cycles(arms: Iterable[ArmRecords]) -> list[StepRecord]:
     """One record a cycle of each batch: times and unions of a batch stand in the record of each of its requests."""
     first: dict[tuple[int, int, float], StepRecord] = {}
     for arm in arms:
@@ -111,6 +111,6 @@ def batch_cycles(arms: Iterable[Arm]) -> list[StepRecord]:
     return list(first.values())
 
 
-def batch_rate(arms: Collection[Arm]) -> Ratio:
+def batch_rate(arms: Collection[ArmRecords]) -> Ratio:
     """Tokens of all requests over the seconds of their batches."""
     return Ratio(sum(arm.request.new_tokens for arm in arms), sum(step.cycle_s for step in batch_cycles(arms)))

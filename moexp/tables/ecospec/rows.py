@@ -10,7 +10,7 @@ from moexp import metrics
 from moexp.papers import Paper
 from moexp.tables.core.rows import rate
 from moexp.tables.core.run import Measured
-from moexp.tables.core.table import Row, Table, View, put, text, text_of
+from moexp.tables.core.table import Row, Table, View, set_interval, text, text_of
 from moexp.tables.core.tags import PAPER
 from moexp.tables.ecospec.data import AR, ECOSPEC, EcoRun, nodes_verified, parts_of
 
@@ -42,9 +42,9 @@ def measured_row(run: EcoRun, found: Measured, method: str, workload: str, tempe
         "tag": found.tag,
     }
     if method != AR:
-        put(row, "speedup", run.against(arms, rate, found.arms.get(AR, {}), rate))
-    put(row, "alpha", run.over(listed, lambda arm: metrics.alpha(arm.steps)))
-    put(row, "experts_per_layer", run.over(listed, lambda arm: metrics.experts_per_layer(arm.steps)))
+        set_interval(row, "speedup", run.against(arms, rate, found.arms.get(AR, {}), rate))
+    set_interval(row, "alpha", run.over(listed, lambda arm: metrics.alpha(arm.steps)))
+    set_interval(row, "experts_per_layer", run.over(listed, lambda arm: metrics.experts_per_layer(arm.steps)))
     rows = metrics.pooled(map(nodes_verified, listed)).value
     if rows is not None:
         row["uniform"] = metrics.uniform_union(int(run.target["num_experts"]), int(run.target["top_k"]), rows)

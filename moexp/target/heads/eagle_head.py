@@ -116,7 +116,7 @@ class EagleHead(nn.Module):
         self.register_buffer("t2d", vocab.t2d.clone())
         self._target_ids_D, self._draft_ids_V = vocab.target_ids, vocab.draft_ids
 
-    def seed(self, features_BTF: Tensor) -> Tensor:
+    def features(self, features_BTF: Tensor) -> Tensor:
         """The fused states [B, T, H] of features [B, T, 3 x target width]."""
         return self.fc(features_BTF.to(self.fc.weight.dtype))
 

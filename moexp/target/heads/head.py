@@ -41,7 +41,7 @@ class DraftHead(Protocol):
     feature_layers: tuple[int, ...]
     vocab: int
 
-    def seed(self, features_BTF: Tensor) -> Tensor:
+    def features(self, features_BTF: Tensor) -> Tensor:
         """The target's states as the head's first hidden states [B, T, H]."""
 
     def __call__(
@@ -56,7 +56,7 @@ class DraftHead(Protocol):
 
         Args:
             ids_BT: target ids of the pairs' tokens.
-            hidden_BTH: from `seed`, or from the step before.
+            hidden_BTH: from `features`, or from the step before.
             positions_BT: position of the pairs' states ([1, T] for all rows alike).
             mask_BTK: bool, which pairs a pair sees ([T, K] and [1, T, K] for all rows alike); by default causal.
             cache: the pairs before; extended.

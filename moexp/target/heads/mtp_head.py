@@ -45,7 +45,7 @@ class MtpHead(nn.Module):
         self.layer = layer
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(hidden, eps)})
 
-    def seed(self, features_BTF: Tensor) -> Tensor:
+    def features(self, features_BTF: Tensor) -> Tensor:
         """The target's final states [B, T, H], as they are."""
         return features_BTF.to(self.eh_proj.weight.dtype)
 

@@ -1,6 +1,6 @@
 """Arithmetic in a string, for constants that follow from others: numbers, names, + - * / ** and min, max.
 
-Names may have dots (`link.latency_us`); what they stand for is asked of the caller.
+Names may have dots (`link.latency_us`); the caller says what they stand for.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 from moexp.base.errors import MoexpError
@@ -44,6 +45,7 @@ def names_in(formula: str, *, where: str = "") -> list[str]:
     return list(dict.fromkeys(_names(_parse(formula, where))))
 
 
+@cache
 def _parse(formula: str, where: str) -> ast.expr:
     try:
         return ast.parse(formula, mode="eval").body
