@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,8 +117,9 @@ def test_one_bad_prompt_among_good_ones_fails():
 
 def test_a_row_log_keeps_digest_and_gap():
     kept = RowLog()
-    kept(torch.tensor([[1.0, 4.0, 2.5], [0.0, 0.0, -1.0]]))
-    kept(torch.tensor([[1.0, 4.0, 2.5]]))
+    for rows in ([[1.0, 4.0, 2.5], [0.0, 0.0, -1.0]], [[1.0, 4.0, 2.5]]):
+        cycle: Any = SimpleNamespace(logits_BV=torch.tensor(rows))
+        kept(cycle)
     assert kept.gaps == [1.5, 0.0, 1.5]
     assert kept.digest.rows[0] == kept.digest.rows[2] != kept.digest.rows[1]
 

@@ -155,8 +155,8 @@ class TreeShape:
 class TreeBuilder:
     """Grows a draft tree step by step.
 
-    `expanded` are the nodes that the next draft step runs, `extend` takes its result. Children are the draft's likeliest
-    tokens and depend on the draft distribution alone: nothing is drawn, as tree verification assumes.
+    `expanded` are the nodes that the next draft step runs, `extend` takes its result. Children are the draft's
+    likeliest tokens and depend on the draft distribution alone: nothing is drawn, as tree verification assumes.
 
     Args:
         root: the pending token.
