@@ -158,7 +158,7 @@ def test_a_disk_reads_the_published_bytes(written, name):
     """Counters count what is read: whole pages of the quantised tensors, not the matrices they become."""
     index = ExpertIndex.from_checkpoint(written(BY_ID[name])[0])
     key = index.keys[0]
-    at = index.coded[key]
+    at = index.locations[key]
     published = sum(span.length for span in at.ranges)
     assert published == sum(part.nbytes for part in at.parts.values()) < 0.6 * index.expert_bytes
     with open_store(index, "disk") as store:
