@@ -143,7 +143,7 @@ def test_a_prefill_that_was_cut_off_is_not_kept(target: Target, monkeypatch: pyt
         assert decode_all(engine, one, Method(), Sampling(), max_new_tokens=6)[1].tokens == wanted
 
 
-def test_a_prompt_is_copied_to_a_lane_of_its_own(target: Target):
+def test_a_prompt_is_copied_to_a_state_of_its_own(target: Target):
     (job,) = jobs_of(target, 1)
     with opened_store(target, StoreSection(kind="resident")) as store:
         engine = PromptEngine(target, store)
@@ -153,7 +153,7 @@ def test_a_prompt_is_copied_to_a_lane_of_its_own(target: Target):
             decode_all(engine, job.prompt_ids, TOP_1, Sampling(), max_new_tokens=8, on_logits=digest)
             rows.append(digest.rows)
             taken_s = engine.prefill_s
-            engine.lane = engine.new_lane()
+            engine.activate(engine.new_state())
     assert rows[0] == rows[1] and engine.prefill_s == taken_s > 0
 
 

@@ -12,7 +12,7 @@ from moexp.runtime.decoding.chain import decode_all
 from moexp.runtime.decoding.method import Method, TreePlan
 from moexp.runtime.drafters.head import HeadTreeDrafter
 from moexp.runtime.drafters.tree import TreeShape
-from moexp.runtime.engine.engine import VERIFY, Engine
+from moexp.runtime.engine.engine import VERIFY, Block, Engine
 from moexp.runtime.store.store import open_store
 from moexp.runtime.verifiers.chain import Sampling
 from moexp.target.heads.draft_vocab import DraftVocab
@@ -78,7 +78,7 @@ def test_after_cycles_a_head_drafts_what_it_would_from_scratch(tiny_folder, kind
     by_cycles = tree_after(ids)
     at = len(ids)
     for size in (1, 3, 2, 6):
-        engine.step(text[at - 1 : at - 1 + size], VERIFY)
+        engine.run(Block(text[at - 1 : at - 1 + size]), VERIFY)
         by_cycles.committed(list(range(size)), text[at : at + size])
         at += size
     again = by_cycles.grow(text[-1], 3)[0]

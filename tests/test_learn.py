@@ -31,7 +31,7 @@ from moexp.learn.draft_expert.path import DraftPath, relative_error, router_dist
 from moexp.learn.draft_expert.train import context_starts
 from moexp.runtime.decoding.chain import decode_all
 from moexp.runtime.decoding.method import Method
-from moexp.runtime.engine.engine import Engine
+from moexp.runtime.engine.engine import Block, Engine
 from moexp.runtime.engine.moe import StepPath
 from moexp.runtime.store.host import load_experts
 from moexp.runtime.store.store import open_store
@@ -175,7 +175,7 @@ def test_the_runtime_drafts_what_training_trains(folders: dict[str, Path], famil
     engine = Engine(target, open_store(target.index, "resident", dtype=torch.float32), draft_experts=experts)
     engine.start(64)
     engine.prefill(ids[:-1])
-    made = engine.step(ids[-1:], StepPath("draft", top_r=r, draft_experts=drafts))
+    made = engine.run(Block(ids[-1:]), StepPath("draft", top_r=r, draft_experts=drafts))
     assert torch.allclose(made.logits_BV[0], wanted_V, atol=1e-4)
     predicted = [index_Tk[0].tolist() for index_Tk in path.predicted.values()]
     assert made.routing_LBk[:, 0].tolist() == predicted

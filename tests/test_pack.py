@@ -19,7 +19,7 @@ from moexp.base.errors import MoexpError
 from moexp.cli import main as cli
 from moexp.runtime.decoding.chain import LogitsDigest, decode_all
 from moexp.runtime.decoding.method import Method
-from moexp.runtime.engine.engine import AR, Engine
+from moexp.runtime.engine.engine import AR, Block, Engine
 from moexp.runtime.store import pack_writer as packing
 from moexp.runtime.store.dequantize import dequantize_into
 from moexp.runtime.store.host import load_experts
@@ -155,7 +155,7 @@ def test_a_quantised_pack_decodes_as_transformers_does_with_dequantised_weights(
     with open_store(target.index, "resident", dtype=torch.float32) as store:
         engine = Engine(target, store)
         engine.start(len(prompt))
-        ours = engine.step(prompt, AR).logits_BV
+        ours = engine.run(Block(prompt), AR).logits_BV
     with torch.no_grad():
         theirs = model(input_ids=torch.tensor([prompt])).logits[0]
     assert torch.allclose(ours, theirs, atol=1e-4)

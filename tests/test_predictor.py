@@ -41,7 +41,7 @@ from moexp.learn.predictor.train import (
     start,
 )
 from moexp.runtime.drafters.tree import DraftTree
-from moexp.runtime.engine.engine import AR
+from moexp.runtime.engine.engine import AR, Block
 from moexp.runtime.opening import open_predictor
 from moexp.runtime.predictors.backbone import fit_projection, open_backbone, pretrained_backbone, small_backbone
 from moexp.runtime.predictors.files import WEIGHTS, load_predictor, read_header, target_embedding, write_predictor
@@ -575,7 +575,7 @@ def test_the_oracle_is_the_targets_routing_of_each_path_and_is_replayed_without_
         by_hand.start(32)
         by_hand.prefill(ids[:-1])
         for token in text[len(ids) - 1 :]:
-            out = by_hand.step([token], AR)
+            out = by_hand.run(Block([token]), AR)
         assert np.array_equal(out.routing_LBk[:, 0], chosen)
     assert len(recording) == 2
     replayed = decode(OraclePredictor(recording))

@@ -1,6 +1,6 @@
 """Several requests in lockstep: each drafts by itself, then one step verifies them all over the union of their experts.
 
-A request's rows run in the same kernels as alone (`Engine.run_many`), so its output is its batch-1 output to the bit;
+A request's rows run in the same kernels as alone (`Engine.step_batch`), so its output is its batch-1 output to the bit;
 what a batch shares is the loading of experts. Rows that end early leave the batch.
 """
 
@@ -19,7 +19,7 @@ from moexp.runtime.decoding.cycle import Loop, Prepared, check_request, finish_r
 from moexp.runtime.decoding.method import Method, check_method
 from moexp.runtime.decoding.tree import TreeLoop
 from moexp.runtime.drafters.chain import union_size
-from moexp.runtime.engine.engine import Engine, Lane
+from moexp.runtime.engine.engine import Engine, RequestState
 from moexp.runtime.selectors.tree import Words
 from moexp.runtime.verifiers.chain import Sampling
 
@@ -29,7 +29,7 @@ class _Row:
     """One request of the batch, while it runs."""
 
     request: int
-    lane: Lane
+    state: RequestState
     loop: Loop
     pending: int
     tokens: list[int]
@@ -66,7 +66,7 @@ def decode_batch(
     if not prompts or not all(prompts):
         raise MoexpError("an empty batch or prompt", valid="at least one prompt of at least one token")
     check_request(prompts, max_new_tokens)
-    alone = engine.lane
+    alone = engine.state
     try:
         rows = _start(engine, prompts, method, sampling, max_new_tokens, frozenset(stop_ids))
         for row, number in zip(rows, requests, strict=False):
@@ -77,7 +77,7 @@ def decode_batch(
             steps += _cycle(engine, live, max_new_tokens, number)
             number += 1
     finally:
-        engine.lane = alone
+        engine.activate(alone)
     return steps, [
         RequestRecord(
             request=row.request,
@@ -102,14 +102,15 @@ def _start(
     max_new_tokens: int,
     stop_ids: frozenset[int],
 ) -> list[_Row]:
-    """Prefills every prompt on a lane of its own."""
+    """Prefills every prompt in a state of its own."""
     engine.start(max(map(len, prompts)) + max_new_tokens)
     rows = []
     for request, ids in enumerate(prompts):
-        engine.lane = lane = engine.new_lane()
-        Engine.prefill(engine, ids[:-1])  # not an engine's that keeps its last prompt: lanes are new
+        state = engine.new_state()
+        engine.activate(state)
+        Engine.prefill(engine, ids[:-1])  # not an engine's that keeps its last prompt: states are new
         loop = make_loop(engine, method, sampling, stop_ids, ids, max_new_tokens)
-        rows.append(_Row(request, lane, loop, ids[-1], [], len(ids)))
+        rows.append(_Row(request, state, loop, ids[-1], [], len(ids)))
     return rows
 
 
@@ -120,7 +121,7 @@ def _cycle(engine: Engine, rows: Sequence[_Row], max_new_tokens: int, number: in
     prepared: list[Prepared] = []
     covered_LW: Words | None = None
     for row in rows:
-        engine.lane = row.lane
+        engine.activate(row.state)
         room = max_new_tokens - len(row.tokens)
         if isinstance(row.loop, TreeLoop):
             tree = row.loop.prepare(row.pending, room, covered_LW)
@@ -129,12 +130,12 @@ def _cycle(engine: Engine, rows: Sequence[_Row], max_new_tokens: int, number: in
         else:
             prepared.append(row.loop.prepare(row.pending, room))
     drafted_s = time.perf_counter()
-    outs = engine.run_many([one.block for one in prepared], [row.lane for row in rows], rows[0].loop.path)
+    outs = engine.step_batch([one.block for one in prepared], [row.state for row in rows], rows[0].loop.path)
     verified_s = time.perf_counter()
     union = union_size(np.concatenate([out.routing_LBk for out in outs], axis=1), engine.spec.num_experts)
     records, predict_s = [], 0.0
     for row, one, out in zip(rows, prepared, outs, strict=True):
-        engine.lane = row.lane
+        engine.activate(row.state)
         record, _ = row.loop.finish(one, out, row.request, number)
         row.tokens += record.tokens
         row.pending = row.tokens[-1]

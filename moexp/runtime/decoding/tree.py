@@ -79,7 +79,7 @@ class SelfTreeDrafter:
         """Logits of `nodes`, run with their ancestors; the routing of all that ran is added."""
         run = sorted({ancestor for node in nodes for ancestor in tree.path(node)})
         part = tree.take(run)
-        out = self.engine.step_tree(part.tokens_N.tolist(), part.parents_N.tolist(), self.path)
+        out = self.engine.run(Block(part.tokens_N.tolist(), part.parents_N.tolist()), self.path)
         routing.update((node, out.routing_LBk[:, row]) for row, node in enumerate(run))
         return {node: out.logits_BV[row] for row, node in enumerate(run)}
 

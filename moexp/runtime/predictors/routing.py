@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from moexp.base.errors import MoexpError
 from moexp.runtime.drafters.tree import DraftTree
-from moexp.runtime.engine.engine import VERIFY, Engine
+from moexp.runtime.engine.engine import VERIFY, Block, Engine
 
 Routing = NDArray[np.int16]
 
@@ -153,7 +153,7 @@ class OraclePredictor:
         routing_NLk = np.zeros((len(tree), layers, engine.spec.top_k), dtype=np.int16)
         for nodes in blocks_of(tree, engine.block):
             part = tree.take(nodes)
-            out = engine.step_tree(part.tokens_N.tolist(), part.parents_N.tolist(), VERIFY)
+            out = engine.run(Block(part.tokens_N.tolist(), part.parents_N.tolist()), VERIFY)
             routing_NLk[nodes] = out.routing_LBk.transpose(1, 0, 2)
         return routing_NLk
 
@@ -165,7 +165,7 @@ class OraclePredictor:
             self._filled = self._prompt - 1
         wanted = len(self._text) - 1
         for begin in range(self._filled, wanted, engine.block):
-            engine.step(self._text[begin : min(begin + engine.block, wanted)], VERIFY)
+            engine.run(Block(self._text[begin : min(begin + engine.block, wanted)]), VERIFY)
         self._filled = wanted
 
 
