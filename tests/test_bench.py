@@ -465,7 +465,7 @@ def test_bench_and_report_write_the_same_tables(recipe: Recipe, tmp_path: Path, 
 
     # Again: nothing is trained, decoded or measured twice.
     monkeypatch.setattr(runner, "decode_all", lambda *_, **__: 1 / 0)
-    monkeypatch.setattr(ablation, "open_bench", lambda *_: 1 / 0)
+    monkeypatch.setattr(ablation, "open_setup", lambda *_: 1 / 0)
     assert "# Table 2" in moexp_("bench", "--table", "2", "--out", str(out))
     moexp_("bench", "--out", str(out))
     assert {file: file.read_bytes() for file in out.rglob("*.jsonl")} == kept
