@@ -258,7 +258,7 @@ def test_a_bf16_target_teaches_all_of_them(model: Any):
     for kind, tree in TREES.items():
         log: list[Metrics] = []
         head = new_head(kind, low)
-        train_head(head, low, texts(), settings, tree, Run(on_step=lambda step, metrics, log=log: log.append(metrics)))
+        train_head(head, low, texts(), settings, tree, Run(on_step=lambda _, metrics: log.append(metrics)))  # noqa: B023
         assert len(log) == 2 and all(torch.tensor(list(metrics.values())).isfinite().all() for metrics in log)
         assert all(parameter.dtype == torch.float32 for parameter in head.parameters())
 

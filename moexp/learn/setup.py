@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from moexp.base import ranks
-from moexp.base.compute import training_device
+from moexp.base.compute import Device, training_device
 from moexp.base.progress import stage
 from moexp.config.recipe import Recipe
 from moexp.learn.corpus.files import corpus_rows, load_rows, shipped_corpora
@@ -56,22 +56,21 @@ class TrainingSetup:
         return ranks.on_main(finish)
 
 
-def load_with_experts(recipe: Recipe, folder: Path) -> tuple[Any, PreTrainedTokenizerBase]:
-    """The target in `folder` with all its experts on the recipe's device, and its tokenizer.
+def load_with_experts(folder: Path, dtype: str, device: Device = "cpu") -> tuple[Any, PreTrainedTokenizerBase]:
+    """The target in `folder` with all its experts in memory, and its tokenizer.
 
     Raises:
         MoexpError: packed experts.
     """
     refuse_packed(folder)
-    with stage("Load the target", None):
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, recipe.target.dtype)).eval()
-        model.to(training_device(recipe.device))
-        return model, load_tokenizer(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    return model.to(training_device(device)), load_tokenizer(folder)
 
 
 def open_setup(recipe: Recipe, target: Path, out: Path) -> TrainingSetup:
     """Loads the target and the corpora that the draft section names; unfinished work lies beside `out`."""
-    model, tokenizer = load_with_experts(recipe, target)
+    with stage("Load the target", None):
+        model, tokenizer = load_with_experts(target, recipe.target.dtype, recipe.device)
     section, work = recipe.draft.corpus, work_folder(out)
     authors = ("dense", "target") if section.author == "both" else (section.author,)
     if section.source == "write":

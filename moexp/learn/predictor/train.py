@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from moexp.base import ranks
 from moexp.base.atomic import new_folder, recover_folder
@@ -97,10 +98,10 @@ def train_predictor(
         embedding_VD = target_embedding(target)
         lesson = lesson_of(recipe, read_rows(trace, section.context, len(embedding_VD)))
     torch.manual_seed(recipe.seed)
-    backbone = open_backbone(recipe, cache)
-    geometry = trace.geometry
-    model = RoutingPredictor(backbone, embedding_VD, geometry, context=section.context, dropout=section.dropout)
-    model = model.to(training_device(recipe.device))
+    backbone, device = open_backbone(recipe, cache), training_device(recipe.device)
+    model = RoutingPredictor(
+        backbone, embedding_VD, trace.geometry, context=section.context, dropout=section.dropout
+    ).to(device)
     ranks.on_main(lambda: _remove_unfinished(work))
     levels = Levels(work / "levels", identity)
     if section.start_tokens and not (work / "state").exists():
@@ -112,12 +113,7 @@ def train_predictor(
     def finish() -> dict[str, Any]:
         model.cast(torch.bfloat16).cast(torch.float32)  # measured as it is saved
         with stage("Measure on held-out samples", None):
-            metrics = _measure(model, lesson)
-            saved = {name: load_predictor(folder, identity, embedding_VD) for name, folder in levels.saved().items()}
-            metrics["levels"] = {
-                name: lesson.overlap(evaluate(each, lesson, lesson.held_R), lesson.held_R)
-                for name, each in saved.items()
-            }
+            metrics = _measure(model, lesson, levels, embedding_VD)
         details = {
             "tokenizer": tokenizer_id(load_tokenizer(target)),
             "metrics": metrics,
@@ -148,8 +144,9 @@ def _remove_unfinished(work: Path) -> None:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _measure(model: RoutingPredictor, lesson: Lesson) -> dict[str, Any]:
+def _measure(model: RoutingPredictor, lesson: Lesson, levels: Levels, embedding_VD: Tensor) -> dict[str, Any]:
     rows, held_R = lesson.rows, lesson.held_R
+    saved = {name: load_predictor(folder, levels.target, embedding_VD) for name, folder in levels.saved().items()}
     hits = {PREDICTOR: evaluate(model, lesson, held_R), **baseline_hits(rows, lesson.train_R, held_R)}
     return {
         "tokens": lesson.tokens(held_R),
@@ -158,4 +155,5 @@ def _measure(model: RoutingPredictor, lesson: Lesson) -> dict[str, Any]:
         "layers": list(rows.geometry.layers),
         "hits": {name: hits_L.tolist() for name, hits_L in hits.items()},
         "overlap": {name: lesson.overlap(hits_L, held_R) for name, hits_L in hits.items()},
+        "levels": {name: lesson.overlap(evaluate(level, lesson, held_R), held_R) for name, level in saved.items()},
     }

@@ -1,4 +1,4 @@
-"""`moexp trace-routing`: the target reads text, and what its routers choose is kept.
+"""`moexp trace-routing`: the target reads text, and what its routers choose is recorded.
 
 Text is cut into samples, samples are dealt to shards of about `trace.shard_tokens` tokens, and a shard is computed and
 written on its own: a run that was stopped goes on with the first shard that is missing, and ends with the same bytes.
@@ -67,7 +67,7 @@ class TraceReport:
 def trace_routing(
     recipe: Recipe, target: Path, out: Path, *, work: Path, text: str | None = None, provenance: dict[str, Any]
 ) -> TraceReport:
-    """Traces the recipe's target into `out`, unless it is there, and measures expert load and union growth.
+    """Traces the recipe's target into `out`, unless that is done, and measures expert load and union growth.
 
     Args:
         target: checkpoint folder.
@@ -78,14 +78,12 @@ def trace_routing(
         MoexpError: `out` holds another trace, or one over other text; no text; a disk that is full.
     """
     manifest = _manifest(recipe, target, text, provenance)
-    found = ranks.on_main(lambda: read_manifest(out) if (out / MANIFEST).exists() else None)
-    if found is not None and found.identity != manifest.identity:
+    earlier = ranks.on_main(lambda: read_manifest(out) if (out / MANIFEST).exists() else None)
+    if earlier is not None and earlier.identity != manifest.identity:
         raise MoexpError("another trace is there", where=str(out), valid="its own settings, or another --out")
     speed = None
-    if ranks.on_main(
-        lambda: found is None or not found.complete or any(shard_problem(out, entry) for entry in found.shards)
-    ):
-        speed = _write(recipe, target, out, work, text, manifest, found.shards if found else [])
+    if ranks.on_main(lambda: earlier is None or not earlier.complete or _is_damaged(out, earlier)):
+        speed = _write(recipe, target, out, work, text, manifest, earlier.shards if earlier else [])
     trace = read_trace(out, manifest.target)
 
     def tables() -> tuple[ExpertLoad, UnionGrowth]:
@@ -99,15 +97,19 @@ def trace_routing(
     return TraceReport(trace, *ranks.on_main(tables), speed)
 
 
+def _is_damaged(out: Path, manifest: TraceManifest) -> bool:
+    return any(shard_problem(out, entry) for entry in manifest.shards)
+
+
 def _manifest(recipe: Recipe, target: Path, text: str | None, provenance: dict[str, Any]) -> TraceManifest:
     spec = MoESpec.from_config(read_config(target))
     fingerprint = target_identity(target)
     settings = {
         "target": fingerprint,
-        "text": text or json.loads(recipe.draft.corpus.model_dump_json()),
+        "text": text or recipe.draft.corpus.model_dump(mode="json"),
         "dtype": recipe.target.dtype,
         "seed": recipe.seed,
-        **json.loads(recipe.trace.model_dump_json()),
+        **recipe.trace.model_dump(mode="json"),
     }
     return TraceManifest(
         target=fingerprint,
@@ -131,7 +133,8 @@ def _write(
 ) -> float | None:
     """Traces every shard that is not in `done`, in order; returns tokens a second, if any was traced."""
     section = recipe.trace
-    model, tokenizer = load_with_experts(recipe, target)
+    with stage("Load the target", None):
+        model, tokenizer = load_with_experts(target, recipe.target.dtype, recipe.device)
     samples = limited(_samples(recipe, model, tokenizer, text, work), section.sequence_length, section.tokens)
     # After the corpus: what the model writes must not depend on how it is run here.
     set_training_experts(model)
@@ -166,8 +169,8 @@ def _samples(
 ) -> Iterator[np.ndarray]:
     """Token ids of one text after another."""
     if text is not None:
-        for one in load_texts(text):
-            yield np.array(tokenizer(one, truncation=False)["input_ids"], dtype=np.int32)
+        for sample in load_texts(text):
+            yield np.array(tokenizer(sample, truncation=False)["input_ids"], dtype=np.int32)
         return
     section = recipe.draft.corpus
     by_target = section.source == "write" or (section.author != "dense" and shipped_corpora("target"))
@@ -177,8 +180,8 @@ def _samples(
     rows = -(-recipe.trace.tokens // section.length)
     enough = section.model_copy(update={"tokens": min(section.tokens, rows * section.length)})
     for author in authors:
-        place = work / f"corpus-{author}"
-        yield from corpus_rows(enough, model, tokenizer, place, author=author, seed=recipe.seed).numpy()
+        folder = work / f"corpus-{author}"
+        yield from corpus_rows(enough, model, tokenizer, folder, author=author, seed=recipe.seed).numpy()
 
 
 def limited(texts: Iterable[np.ndarray], longest: int, tokens: int) -> Iterator[np.ndarray]:
@@ -194,7 +197,7 @@ def limited(texts: Iterable[np.ndarray], longest: int, tokens: int) -> Iterator[
 
 
 def shards_of(samples: Iterable[np.ndarray], tokens: int) -> Iterator[list[np.ndarray]]:
-    """Whole samples in order, in shards that end as soon as they have `tokens` tokens."""
+    """Uncut samples in order, in shards that end as soon as they have `tokens` tokens."""
     part: list[np.ndarray] = []
     for sample in samples:
         part.append(sample)
@@ -209,7 +212,7 @@ def shards_of(samples: Iterable[np.ndarray], tokens: int) -> Iterator[list[np.nd
 def trace_samples(
     model: PreTrainedModel, samples: list[np.ndarray], section: TraceSection, first: int = 0
 ) -> TraceShard:
-    """Runs the model over samples of token ids and keeps its routing; `first` is the number of the first sample.
+    """Runs the model over samples of token ids and records its routing; `first` is the number of the first sample.
 
     The processes of a run take the batches in turn. A batch is the same however many they are, so the result is that of
     one process with as many threads as each has, bit for bit.
@@ -218,8 +221,7 @@ def trace_samples(
 
     def keep(router: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
         _, gates_Tk, ids_Tk = output
-        ids_Tk, by_id_Tk = ids_Tk.sort(dim=-1)  # equal gates: the lower id first, as the runtime sums
-        routed[router] = by_gate(gates_Tk.float().gather(-1, by_id_Tk), ids_Tk)
+        routed[router] = by_gate_then_id(gates_Tk.float(), ids_Tk)
 
     layers = routers(model).values()
     shares: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
@@ -246,6 +248,12 @@ def trace_samples(
         experts_TLk=np.concatenate(experts),
         gates_TLk=np.concatenate(gates) if section.gates else None,
     )
+
+
+def by_gate_then_id(gates_Tk: Tensor, ids_Tk: Tensor) -> tuple[Tensor, Tensor]:
+    """Gates and ids by descending gate, ties by lower id: the order that the runtime sums in."""
+    ids_Tk, order_Tk = ids_Tk.sort(dim=-1)
+    return by_gate(gates_Tk.gather(-1, order_Tk), ids_Tk)
 
 
 def load_csv(load: ExpertLoad, geometry: RoutingGeometry) -> str:
