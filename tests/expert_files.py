@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moexp.target.experts import EXPERT_NAMES
+from moexp.target.families import FAMILIES
 
-NAMES = EXPERT_NAMES["glm4_moe"]
+NAMES = FAMILIES["glm4_moe"].tensors
 APART = {  # sorted by name, the gate lies before and the up matrix behind the down matrix
     "gate": "model.layers.{layer}.moe.experts.{expert}.w1.weight",
     "up": "model.layers.{layer}.moe.experts.{expert}.w3.weight",

@@ -143,7 +143,7 @@ def test_a_prefill_that_was_cut_off_is_not_kept(target: Target, monkeypatch: pyt
         assert decode_all(engine, one, Method(), Sampling(), max_new_tokens=6)[1].tokens == wanted
 
 
-def test_a_prompt_is_copied_to_a_lane_of_its_own(target: Target):
+def test_a_prompt_is_copied_to_a_state_of_its_own(target: Target):
     (job,) = jobs_of(target, 1)
     with opened_store(target, StoreSection(kind="resident")) as store:
         engine = PromptEngine(target, store)
@@ -153,7 +153,7 @@ def test_a_prompt_is_copied_to_a_lane_of_its_own(target: Target):
             decode_all(engine, job.prompt_ids, TOP_1, Sampling(), max_new_tokens=8, on_cycle=digest)
             rows.append(digest.rows)
             taken_s = engine.prefill_s
-            engine.lane = engine.new_lane()
+            engine.activate(engine.new_state())
     assert rows[0] == rows[1] and engine.prefill_s == taken_s > 0
 
 
@@ -465,7 +465,7 @@ def test_bench_and_report_write_the_same_tables(recipe: Recipe, tmp_path: Path, 
 
     # Again: nothing is trained, decoded or measured twice.
     monkeypatch.setattr(runner, "decode_all", lambda *_, **__: 1 / 0)
-    monkeypatch.setattr(ablation, "open_bench", lambda *_: 1 / 0)
+    monkeypatch.setattr(ablation, "open_setup", lambda *_: 1 / 0)
     assert "# Table 2" in moexp_("bench", "--table", "2", "--out", str(out))
     moexp_("bench", "--out", str(out))
     assert {file: file.read_bytes() for file in out.rglob("*.jsonl")} == kept

@@ -15,20 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from moexp.base.errors import MoexpError
 from moexp.config.recipe import Recipe, load_recipe
 from moexp.config.sections import DeltaSection
-from moexp.learn.core.loop import Schedule
+from moexp.learn.core.loop import Run, Schedule
 from moexp.learn.target import build
 from moexp.learn.target.build import build_target, read_manifest, repairs_before
 from moexp.learn.target.quality import measure_quality
-from moexp.learn.target.repair import (
-    LoadBalancer,
-    RepairSettings,
-    RoutingLocality,
-    moe_layers,
-    new_share,
-    prepare,
-    repair_end_to_end,
-    repair_layerwise,
-)
+from moexp.learn.target.repair import RepairSettings, moe_layers, prepare, repair_end_to_end, repair_layerwise
+from moexp.learn.target.routing import LoadBalancer, RoutingLocality, new_share
 from moexp.target.carve import Geometry, calibrate, carve
 from moexp.target.load import load_target
 from moexp.target.tiny import build_tiny_target
@@ -102,13 +94,13 @@ def test_a_build_stopped_by_ctrl_c_and_resumed_is_bit_for_bit_the_uninterrupted_
     build_target(recipe, whole, cache=tmp_path, provenance={})
     running = getattr(build, f"repair_{stage}")
 
-    def interrupted(*args: Any, on_step: Any, **kwargs: Any) -> None:
+    def interrupted(*args: Any, run: Run) -> None:
         def watch(step: int, metrics: dict[str, float]) -> None:
             if step == 3:
                 os.kill(os.getpid(), signal.SIGINT)
-            on_step(step, metrics)
+            run.on_step(step, metrics)
 
-        running(*args, on_step=watch, **kwargs)
+        running(*args, run=replace(run, on_step=watch))
 
     folder = tmp_path / "resumed"
     with monkeypatch.context() as patch:
@@ -131,8 +123,8 @@ def test_repair_brings_the_model_nearer_to_the_dense_one_in_both_stages():
     kl = [measure_quality(model, dense, rows).kl]
     model.train()
     log: list[float] = []
-    watch: dict[str, Any] = {"on_step": lambda step, metrics: log.append(metrics["residual"])}
-    repair_layerwise(model, dense, plans, rows, SETTINGS, **watch)
+    watch = Run(on_step=lambda step, metrics: log.append(metrics["residual"]))
+    repair_layerwise(model, dense, plans, rows, SETTINGS, watch)
     kl.append(measure_quality(model, dense, rows).kl)
     model.train()
     repair_end_to_end(model, dense, rows, SETTINGS)
@@ -150,14 +142,13 @@ def test_the_balancer_moves_the_bias_against_the_load():
     balancer = LoadBalancer(model, 0.5)
     chosen: list[torch.Tensor] = []
     gate.register_forward_hook(lambda _m, _a, out: chosen.append(out[2]))
-    with torch.no_grad():
+    with torch.no_grad(), balancer.watching():
         model(input_ids=random_rows(4, 24).long())
     load = torch.bincount(chosen[0].flatten(), minlength=8).float()
     worst = balancer.update()
     assert torch.equal(gate.e_score_correction_bias, 0.5 * (load.mean() - load).sign())
     assert worst >= float(load.max() / load.mean())
     assert balancer.state()["0"] is gate.e_score_correction_bias  # what a checkpoint must hold
-    balancer.close()
 
 
 def test_new_experts_are_those_that_the_tokens_before_have_not_used():
@@ -201,16 +192,15 @@ def test_locality_is_for_the_routers_alone():
     model, _ = carve(dense, calibrate(dense, iter([rows.long()]), range(1, 3)), Geometry(32, 16, 2, 4))
     prepare(model)
     watch = RoutingLocality(model, rows.shape[1])
-    model(input_ids=rows.long())
+    with watch.watching():
+        model(input_ids=rows.long())
     watch.take().backward()
-    watch.close()
     assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == {
         f"model.layers.{layer}.mlp.gate.weight" for layer in (1, 2)
     }
     seen: set[str] = set()
-    repair_end_to_end(
-        model, dense, rows, replace(SETTINGS, locality=0.1), on_step=lambda step, metrics: seen.update(metrics)
-    )
+    run = Run(on_step=lambda step, metrics: seen.update(metrics))
+    repair_end_to_end(model, dense, rows, replace(SETTINGS, locality=0.1), run=run)
     assert "moved" in seen
 
 

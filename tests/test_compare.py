@@ -12,8 +12,8 @@ from moexp.base.errors import MoexpError
 from moexp.cli.app import app
 from moexp.papers import load_paper
 from moexp.tables.core.table import Row
-from moexp.tables.ecospec.rows import counterpart, paper_beside, plain_name
-from moexp.tables.ecospec.targets import COLUMNS, FOLDER, compare
+from moexp.tables.ecospec.compare import COLUMNS, FOLDER, compare
+from moexp.tables.ecospec.table_1 import counterpart, paper_beside, plain_name
 
 PAPER = load_paper("ecospec")
 QWEN, GPT, DEEPSEEK = "Qwen3-235B-A22B", "GPT-OSS-120B", "DeepSeek-V3.1"

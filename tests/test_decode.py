@@ -291,7 +291,7 @@ def token_distribution(engine, method, sampling, ids=(5, 77, 130)):
     def program(branches):
         engine.rollback(len(ids) - 1)
         speculation = make_speculation(engine, method, sampling, branches, frozenset(), ids, 2)
-        answer = Answer(0, "", method, speculation, engine.lane, len(ids), 2, frozenset(), ids[-1])
+        answer = Answer(0, "", method, speculation, engine.state, len(ids), 2, frozenset(), ids[-1])
         while not answer.finish:
             run_cycle(engine, [answer])
         return tuple(answer.tokens)

@@ -59,16 +59,16 @@ def test_a_step_of_several_gives_each_its_own_logits_and_asks_for_the_union_once
     before = swap_store(engine, store)
     try:
         engine.start(200)
-        lanes, blocks, alone = [], [], []
+        states, blocks, alone = [], [], []
         for ids, block in zip(PROMPTS[:3], (Block([5, 6, 7]), Block([8]), Block([1, 2, 3], [-1, 0, 0])), strict=True):
-            engine.lane = lane = engine.new_lane()
+            states.append(engine.new_state())
+            engine.activate(states[-1])
             engine.prefill(ids[:-1])
             alone.append(engine.run(block, VERIFY))
             engine.rollback(max(0, len(ids) - 1))
-            lanes.append(lane)
             blocks.append(block)
         store.calls.clear()
-        together = engine.run_many(blocks, lanes, VERIFY)
+        together = engine.step_batch(blocks, states, VERIFY)
     finally:
         swap_store(engine, before)
     for one, many in zip(alone, together, strict=True):

@@ -208,11 +208,12 @@ def test_of_nodes_that_were_drafted_from_the_draft_router_is_believed(engine):
     engine.predictors["learned"] = lambda: Recorded(engine.spec)
     try:
         for predictor in ("draft-router", "learned"):
-            engine.observer = announced = Announced()
+            announced = Announced()
+            engine.observe(announced)
             run(engine, tree(predictor=predictor, selector="confidence", prefetch=True, gamma=8), prompt(12))
             found[predictor] = announced.routings
     finally:
-        engine.observer = None
+        engine.observe(None)
         engine.predictors.clear()
     model = np.broadcast_to(np.arange(engine.spec.top_k), found["learned"][0].shape)
     same = [np.array_equal(one, other) for one, other in zip(*found.values(), strict=True)]

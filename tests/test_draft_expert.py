@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from moexp.base.errors import MoexpError
-from moexp.target import draft_expert
+from moexp.target import trained
 from moexp.target.draft_expert import HEADER, WEIGHTS, DraftExperts, load_draft_experts, read_header, save_draft_experts
 
 TARGET = "a" * 64
@@ -82,7 +82,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(experts: DraftExperts, folder: Pa
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(draft_expert, "save_file", full)
+    monkeypatch.setattr(trained, "save_file", full)
     with pytest.raises(MoexpError, match="disk full"):
         save_draft_experts(folder, experts, "c" * 64, {})
     assert (folder / WEIGHTS).read_bytes() == before and read_header(folder)["target"] == TARGET

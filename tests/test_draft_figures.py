@@ -19,9 +19,9 @@ from moexp.records import StepRecord
 from moexp.tables.core.plot import Plot
 from moexp.tables.core.rows import Bootstrapped
 from moexp.tables.core.table import Row
-from moexp.tables.draftexpert.figures import draftexpert_plots
+from moexp.tables.draftexpert.index import build_plots
 from moexp.tables.draftexpert.labels import AR, FIXED, FULL, TRUNCATED
-from moexp.tables.figures import draw_figures
+from moexp.tables.write import draw_figures
 from tests.test_report import PROVENANCE, save
 
 pytestmark = pytest.mark.e2e
@@ -83,7 +83,7 @@ def folder(steps: dict[str, list[StepRecord]], tmp_path: Path) -> Path:
 
 
 def drawn(folder: Path, name: str) -> Plot:
-    (plot,) = draftexpert_plots(folder, None, SAMPLES, [name])
+    (plot,) = build_plots(folder, None, SAMPLES, [name])
     return plot
 
 
@@ -241,7 +241,7 @@ def test_each_new_figure_is_left_out_without_its_data(folder: Path, steps: dict[
         target = json.loads((folder / "target.json").read_text())
         place.mkdir(exist_ok=True)
         (place / "target.json").write_text(json.dumps(target if weights else {**target, "weights": []}))
-        return [plot.name for plot in draftexpert_plots(place, None, 5) if plot.name.isdecimal()]
+        return [plot.name for plot in build_plots(place, None, 5) if plot.name.isdecimal()]
 
     assert names(lambda one: one) == ["1", "2", "3", "4"]
     assert names(lambda one: replace(one, store={}), weights=True) == ["1", "2", "3", "4"]

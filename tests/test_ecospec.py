@@ -14,8 +14,8 @@ from moexp.base.errors import MoexpError
 from moexp.bench import ecospec
 from moexp.cli import main as cli
 from moexp.config.recipe import load_recipe
-from moexp.tables.ecospec import tables as ecospec_tables
 from moexp.tables.ecospec.data import load_eco_run, method_name, parts_of
+from moexp.tables.ecospec.index import TABLES, build_tables
 
 pytestmark = pytest.mark.e2e
 
@@ -61,7 +61,7 @@ def test_from_training_to_tables(tmp_path: Path, monkeypatch):
     out = tmp_path / "run"
     output = run("bench", "--paper", "ecospec", "--out", str(out))
     results = tmp_path / "results" / "tiny" / "ecospec"
-    assert {path.name for path in results.glob("table_*.csv")} == {f"table_{n}.csv" for n in ecospec_tables.TABLES}
+    assert {path.name for path in results.glob("table_*.csv")} == {f"table_{n}.csv" for n in TABLES}
     assert "results/tiny/ecospec/table_1.md" in output and "results/tiny/ecospec/figure_1.png" in output
     assert {path.name for path in results.glob("*.png")} >= {"figure_1.png", "figure_gamma.png"}
     found = load_eco_run(out)
@@ -109,9 +109,9 @@ def test_from_training_to_tables(tmp_path: Path, monkeypatch):
     assert {path.name: path.read_bytes() for path in results.iterdir()} == before
 
 
-@pytest.mark.parametrize("number", sorted(ecospec_tables.TABLES))
+@pytest.mark.parametrize("number", sorted(TABLES))
 def test_a_table_of_nothing_still_holds_the_papers_rows(number: int, tmp_path: Path):
-    tables: dict[int, Any] = {table.number: table for table in ecospec_tables.build_tables(tmp_path)}
+    tables: dict[int, Any] = {table.number: table for table in build_tables(tmp_path)}
     table = tables[number]
     assert table.rows and all(row["tag"] == "paper" for row in table.rows)
     assert all(row.keys() <= set(table.columns) for row in table.rows) or number == 13

@@ -150,10 +150,9 @@ def test_a_wider_block_has_its_own_bits_but_the_same_promise(tiny_folder):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp32"])
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
-@pytest.mark.parametrize("restructured", [True, False], ids=["restructured", "modules"])
-def test_every_family_keeps_the_promise(tiny_folder, model_type, dtype, restructured):
+def test_every_family_keeps_the_promise(tiny_folder, model_type, dtype):
     folder = tiny_folder(model_type=model_type, dtype=dtype)
-    engine = make_engine(folder, dtype, restructured=restructured)
+    engine = make_engine(folder, dtype)
     ids = prompt(40)
     logits, tokens = bits(engine, Method(), ids, 24)
     for method in (Method("top-r", r=2), Method("draft-expert", max_draft=7), Method("target")):

@@ -10,17 +10,18 @@ import torch
 from safetensors.torch import load_file
 
 from moexp.base.errors import MoexpError
-from moexp.target.experts import EXPERT_NAMES, ExpertIndex, checkpoint_files, iter_parts, read_header
+from moexp.target.experts import PARTS, ExpertIndex
+from moexp.target.families import FAMILIES
+from moexp.target.shards import checkpoint_files, read_header
 from tests.expert_files import APART, NAMES, expert_tensors, save_in_order, save_shards
 
 
 def bytes_at(index: ExpertIndex, key, part) -> bytes:
     at = index.locations[key]
     span = at.ranges[part.range]
-    shape = next(shape for other, shape in iter_parts(at) if other == part)
     with index.files[span.file].open("rb") as stream:
         stream.seek(span.start + part.offset)
-        return stream.read(shape[0] * shape[1] * index.dtype.itemsize)
+        return stream.read(part.nbytes)
 
 
 def assert_places(index: ExpertIndex, names=NAMES) -> None:
@@ -28,9 +29,9 @@ def assert_places(index: ExpertIndex, names=NAMES) -> None:
     loaded = {name: tensor for file in index.files for name, tensor in load_file(file).items()}
     for layer, expert in index.keys:
         at = index.locations[layer, expert]
-        for part, place in (("gate", at.gate), ("up", at.up), ("down", at.down)):
+        for part in PARTS:
             tensor = loaded[names[part].format(layer=layer, expert=expert)]
-            assert bytes_at(index, (layer, expert), place) == tensor.view(torch.uint8).numpy().tobytes()
+            assert bytes_at(index, (layer, expert), at.parts[part]) == tensor.view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -48,7 +49,7 @@ def test_an_expert_lies_in_one_range(tmp_path):
     index = ExpertIndex.from_checkpoint(save_shards(tmp_path, expert_tensors()))
     for at in index.locations.values():
         assert len(at.ranges) == 1 and at.ranges[0].length == index.expert_bytes
-        assert (at.down.offset, at.gate.offset, at.up.offset) == (0, 3840, 7680)
+        assert [at.parts[part].offset for part in ("down", "gate", "up")] == [0, 3840, 7680]
 
 
 def test_experts_cut_by_shards_and_scattered_tensors(tmp_path):
@@ -158,7 +159,7 @@ def test_unsupported_model_type_lists_the_supported(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(MoexpError, match="mamba.*glm4_moe") as error:
         ExpertIndex.from_checkpoint(tmp_path)
-    assert all(name in str(error.value) for name in EXPERT_NAMES)
+    assert all(name in str(error.value) for name in FAMILIES)
     (tmp_path / "config.json").unlink()
     with pytest.raises(MoexpError, match=r"no readable config\.json"):
         ExpertIndex.from_checkpoint(tmp_path)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from moexp.base.errors import MoexpError
 from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.decoding.method import Method
-from moexp.runtime.engine.engine import VERIFY, Engine
+from moexp.runtime.engine.engine import VERIFY, Block, Engine
 from moexp.runtime.store.store import open_store
 from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.coding import dequantise_fp8, dequantise_mxfp4
@@ -122,13 +122,12 @@ def test_logits_are_transformers_own(written, case, store):
     whole = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
     with torch.no_grad():
         expected = whole(torch.tensor([ids])).logits[0, 70:]
-    for restructured in (True, False):
-        with (engine := engine_of(published, torch.float32, store, restructured=restructured)).store:
-            engine.start(len(ids) + 8)
-            engine.prefill(ids[:70])
-            spans = ((70, 71), (71, 76), (76, 84), (84, 90))
-            found = torch.cat([engine.step(ids[begin:end], VERIFY).logits_BV for begin, end in spans])
-        assert torch.allclose(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
+    with (engine := engine_of(published, torch.float32, store)).store:
+        engine.start(len(ids) + 8)
+        engine.prefill(ids[:70])
+        spans = ((70, 71), (71, 76), (76, 84), (84, 90))
+        found = torch.cat([engine.run(Block(ids[begin:end]), VERIFY).logits_BV for begin, end in spans])
+    assert torch.allclose(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -158,7 +157,7 @@ def test_a_disk_reads_the_published_bytes(written, name):
     """Counters count what is read: whole pages of the quantised tensors, not the matrices they become."""
     index = ExpertIndex.from_checkpoint(written(BY_ID[name])[0])
     key = index.keys[0]
-    at = index.coded[key]
+    at = index.locations[key]
     published = sum(span.length for span in at.ranges)
     assert published == sum(part.nbytes for part in at.parts.values()) < 0.6 * index.expert_bytes
     with open_store(index, "disk") as store:

@@ -18,11 +18,10 @@ from moexp.config.locations import trace_folder
 from moexp.config.recipe import load_recipe
 from moexp.papers import load_paper
 from moexp.tables.core.plot import Plot, render, write_plot
-from moexp.tables.draftexpert.figures import draftexpert_plots
+from moexp.tables.draftexpert.index import build_plots as draftexpert_plots
 from moexp.tables.draftexpert.labels import AR, FIXED, FULL
-from moexp.tables.ecospec.figures import ecospec_plots
-from moexp.tables.figures import draw_figures
-from moexp.tables.write import rebuild
+from moexp.tables.ecospec.index import build_plots as ecospec_plots
+from moexp.tables.write import draw_figures, rebuild
 from tests.test_report import PROVENANCE, TOKENS, cycles, save
 
 pytestmark = pytest.mark.e2e
@@ -239,7 +238,7 @@ def test_a_broken_table_of_a_trace_is_named(trace: Path, tmp_path: Path):
 
 def test_figures_import_no_torch_and_matplotlib_only_to_draw():
     script = (
-        "import sys, moexp.tables.figures, moexp.cli.stages; "
+        "import sys, moexp.tables.write, moexp.cli.stages; "
         "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'matplotlib')))"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent.parent).returncode == 0

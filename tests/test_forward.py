@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from moexp.base.errors import MoexpError
 from moexp.runtime.engine.attention import RotaryTable, rotate_half_
-from moexp.runtime.engine.engine import AR, VERIFY, Engine
+from moexp.runtime.engine.engine import AR, VERIFY, Block, Engine
 from moexp.runtime.engine.kv import BlockCache, CausalMasks, padded_length
 from moexp.runtime.engine.linear import can_pack, fuse_linears, make_linear
-from moexp.runtime.engine.moe import StepPath, module_route, sigmoid_route
+from moexp.runtime.engine.moe import StepPath
+from moexp.runtime.engine.routing import module_route, sigmoid_route
 from moexp.target.draft_expert import DraftExperts
 from moexp.target.families import FAMILIES
 from moexp.target.load import load_target
@@ -40,21 +41,20 @@ def continue_in_blocks(engine, ids, prefilled, sizes, path=VERIFY):
     engine.rollback(prefilled)
     rows, at = [], prefilled
     for size in sizes:
-        rows.append(engine.step(ids[at : at + size], path).logits_BV)
+        rows.append(engine.run(Block(ids[at : at + size]), path).logits_BV)
         at += size
     assert at == len(ids)
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("restructured", [True, False], ids=["restructured", "modules"])
 @pytest.mark.parametrize("model_type", EVERY_FAMILY)
-def test_logits_are_transformers_own(tiny_folder, model_type, restructured):
+def test_logits_are_transformers_own(tiny_folder, model_type):
     folder = tiny_folder(model_type=model_type)
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     ids = prompt(90)
     with torch.no_grad():
         expected = whole(torch.tensor([ids])).logits[0, 70:]
-    engine = make_engine(folder, restructured=restructured)
+    engine = make_engine(folder)
     # Prefill 70 = two whole chunks of 32 and a part.
     assert torch.allclose(run_blocks(engine, ids, 70, [1, 5, 8, 6]), expected, atol=2e-5, rtol=1e-5)
 
@@ -83,9 +83,8 @@ def test_partial_rotary_and_normalised_queries_are_transformers_own(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_type", EVERY_FAMILY)
-@pytest.mark.parametrize("restructured", [True, False], ids=["restructured", "modules"])
-def test_a_rows_bits_do_not_depend_on_its_block(tiny_folder, model_type, dtype, restructured):
-    engine = make_engine(tiny_folder(model_type=model_type), dtype, restructured=restructured, prefill_rows=128)
+def test_a_rows_bits_do_not_depend_on_its_block(tiny_folder, model_type, dtype):
+    engine = make_engine(tiny_folder(model_type=model_type), dtype, prefill_rows=128)
     prefilled = engine.kv_multiple - 10  # so that the padded key length grows on the way
     ids = prompt(prefilled + 16, seed=3)
     alone = run_blocks(engine, ids, prefilled, [1] * 16, AR)
@@ -101,10 +100,10 @@ def test_a_rows_bits_do_not_depend_on_what_was_rolled_back(tiny_folder):
     engine.prefill(ids[:30])
     rows = []
     for at in range(30, 40):
-        engine.step(prompt(8, seed=at), VERIFY)  # a block that is rejected as a whole
-        engine.step([7], StepPath("draft", top_r=1))
+        engine.run(Block(prompt(8, seed=at)), VERIFY)  # a block that is rejected as a whole
+        engine.run(Block([7]), StepPath("draft", top_r=1))
         engine.rollback(at)
-        rows.append(engine.step([ids[at]], AR).logits_BV)
+        rows.append(engine.run(Block([ids[at]]), AR).logits_BV)
     assert torch.equal(torch.cat(rows), expected)
 
 
@@ -123,10 +122,10 @@ def test_padding_demands_nothing_and_every_ticket_is_released(tiny_folder):
     ids = prompt(16)
     engine.start(60)
     engine.prefill(ids[:10])
-    out = engine.step(ids[10:13], VERIFY)
+    out = engine.run(Block(ids[10:13]), VERIFY)
     for layer, keys, routing in zip((1, 2, 3), store.requested("verify"), out.routing_LBk, strict=True):
         assert keys == [(layer, expert) for expert in sorted(set(routing.ravel().tolist()))]
-    out = engine.step(ids[13:14], AR)
+    out = engine.run(Block(ids[13:14]), AR)
     for layer, keys, routing in zip((1, 2, 3), store.requested("ar"), out.routing_LBk, strict=True):
         assert keys == [(layer, expert) for expert in routing[0].tolist()], "by descending gate"
     assert store.open_tickets == 0
@@ -171,15 +170,14 @@ def test_a_moe_layer_is_equation_4_and_5(tiny_folder, rows, top_r):
     expected = naive_moe(module, weights, x_TH[:live], top_r or 4)
     for drafts in (False, True):
         path = StepPath("draft", top_r=top_r, draft_experts=drafts)
-        output, routing = layer(x_TH, live, path, engine.store)
+        [output], [routing] = layer([x_TH], [live], path, engine.store)
         extra = engine.draft_experts.forward_layer(2, x_TH[:live]) if drafts else 0
         assert torch.allclose(output[:live].double(), expected + extra, atol=1e-5)
         assert routing.shape == (live, 4), "the router's full top-k is told whatever was computed"
 
 
-@pytest.mark.parametrize("restructured", [True, False], ids=["restructured", "modules"])
 @pytest.mark.parametrize("model_type", ["glm4_moe", "qwen3_moe"])
-def test_a_draft_step_runs_shared_and_draft_expert_as_one_block(tiny_folder, model_type, restructured):
+def test_a_draft_step_runs_shared_and_draft_expert_as_one_block(tiny_folder, model_type):
     """With shared experts and without, the sum of both; and the target's own weights stay as they are."""
     spec = load_target(tiny_folder(model_type=model_type)).spec
     drafts = DraftExperts(spec.hidden_size, 24, spec.moe_layers)
@@ -187,8 +185,8 @@ def test_a_draft_step_runs_shared_and_draft_expert_as_one_block(tiny_folder, mod
     for expert in drafts.experts.values():
         nn.init.normal_(expert.down, std=0.1)
         nn.init.constant_(expert.scale, 0.7)
-    engine = make_engine(tiny_folder(model_type=model_type), draft_experts=drafts, restructured=restructured)
-    plain = make_engine(tiny_folder(model_type=model_type), restructured=restructured)
+    engine = make_engine(tiny_folder(model_type=model_type), draft_experts=drafts)
+    plain = make_engine(tiny_folder(model_type=model_type))
     x_TH = torch.randn(3, spec.hidden_size, generator=torch.Generator().manual_seed(2))
     for layer in spec.moe_layers:
         moe: Any = engine._network.layers[layer].moe
@@ -209,7 +207,7 @@ def test_small_bf16_experts_are_computed_in_fp32(tiny_folder):
 def test_prefetch_is_announced_with_the_routing_and_never_what_is_demanded(tiny_folder):
     store = WatchedStore.of(tiny_folder())
     engine = make_engine(tiny_folder(), store=store)
-    out = engine.step([5], StepPath("draft", top_r=1, prefetch=True))
+    out = engine.run(Block([5]), StepPath("draft", top_r=1, prefetch=True))
     kinds = [kind for kind, _ in store.calls]
     assert kinds == ["draft", "prefetch"] * 3, "demanded first, then announced, layer by layer"
     for layer, demanded, announced, routing in zip(
@@ -287,7 +285,7 @@ def test_stores_can_be_swapped(tiny_folder):
     engine = make_engine(tiny_folder())
     watched = WatchedStore.of(tiny_folder())
     before = swap_store(engine, watched)
-    engine.step([1], AR)
+    engine.run(Block([1]), AR)
     assert watched.requested("ar")
     assert not before.counters.demanded
 
@@ -317,17 +315,15 @@ def test_cache_is_a_list_that_is_extended_and_cropped(moves):
         number += rows
         for layer in range(2):
             states = (fresh + 1000 * layer)[None, None, :, None]
-            keys, values = cache.update(states, -states, layer)
+            keys, values = cache.write(layer, len(model), states, -states)
             assert keys.shape[2] == padded_length(len(model) + rows, 32)
             assert keys[0, 0, : len(model) + rows, 0].tolist() == [x + 1000 * layer for x in model + fresh.tolist()]
             assert torch.equal(keys, -values)
         model += fresh.tolist()
         removed = min(removed, len(model))
-        cache.crop(-removed)
         model = model[: len(model) - removed]
-        assert cache.length == cache.get_seq_length() == len(model)
-    cache.reset()
-    assert cache.length == 0
+        cache.set_length(len(model))
+        assert cache.length == len(model)
 
 
 def test_rotation_is_rotate_half():
@@ -342,7 +338,7 @@ def test_rotation_is_rotate_half():
     cos, sin = Rotary()(None, torch.arange(7, 12)[None])
     expected, _ = apply_rotary_pos_emb(x_TND[None], x_TND[None], cos, sin, unsqueeze_dim=2)
     table = RotaryTable(Rotary(), 20, torch.float32, torch.device("cpu"))
-    rotate_half_(x_TND, *table.block(7, 5))
+    rotate_half_(x_TND, *table.at(slice(7, 12)))
     assert torch.allclose(x_TND, expected[0], atol=1e-6)
 
 
@@ -379,8 +375,8 @@ def test_draft_experts_as_trained_are_run_as_they_compute(tiny_folder):
     engine: Any = make_engine(tiny_folder(), draft_experts=experts)
     x_TH = torch.randn(1, 64, generator=generator)
     layer = engine._network.layers[3].moe
-    with_it, _ = layer(x_TH, 1, StepPath("draft", top_r=1, draft_experts=True), engine.store)
-    without, _ = layer(x_TH, 1, StepPath("draft", top_r=1), engine.store)
+    [with_it], _ = layer([x_TH], [1], StepPath("draft", top_r=1, draft_experts=True), engine.store)
+    [without], _ = layer([x_TH], [1], StepPath("draft", top_r=1), engine.store)
     assert torch.allclose(with_it - without, experts.forward_layer(3, x_TH), atol=1e-5)
 
 

@@ -12,7 +12,7 @@ from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.decoding.method import Method, TreePlan
 from moexp.runtime.drafters.draft_tree import TreeShape
 from moexp.runtime.drafters.head_tree import HeadTreeDrafter
-from moexp.runtime.engine.engine import VERIFY, Engine
+from moexp.runtime.engine.engine import VERIFY, Block, Engine
 from moexp.runtime.store.store import open_store
 from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.heads.draft_vocab import DraftVocab
@@ -86,7 +86,7 @@ def test_after_cycles_a_head_drafts_what_it_would_from_scratch(tiny_folder, kind
     by_cycles = tree_after(ids)
     at = len(ids)
     for size in (1, 3, 2, 6):
-        engine.step(text[at - 1 : at - 1 + size], VERIFY)
+        engine.run(Block(text[at - 1 : at - 1 + size]), VERIFY)
         by_cycles.commit(list(range(size)), text[at : at + size])
         at += size
     again = by_cycles.grow(text[-1], 3)[0]

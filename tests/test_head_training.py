@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import signal
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +18,21 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from moexp.base.errors import MoexpError
-from moexp.learn.core.loop import Metrics, Schedule
+from moexp.learn.core.loop import Metrics, Run, Schedule
 from moexp.learn.heads.chains import Chains, TargetPass, chain_mask
 from moexp.learn.heads.draft_tree import Trees, accepted_paths, grow_trees, read_target, tree_rewards
-from moexp.learn.heads.eagle import HeadSettings, eagle_loss, measure_eagle, train_eagle
+from moexp.learn.heads.fit import measure_head, train_head
 from moexp.learn.heads.gto import (
     TreeSettings,
     clipped_surrogate,
     group_advantages,
     group_roots,
     path_log_likelihood,
-    train_gto,
     tree_loss,
 )
 from moexp.learn.heads.loss import head_loss, read_teacher
-from moexp.learn.heads.mtp import measure_mtp, mtp_loss, train_mtp
 from moexp.learn.heads.start import start_by_least_squares
+from moexp.learn.heads.unrolled import HeadSettings, unrolled_loss
 from moexp.target.heads.eagle_head import EagleHead
 from moexp.target.heads.eagle_head import start_from_target as start_eagle
 from moexp.target.heads.head import HeadCache, frozen_copy
@@ -148,7 +147,7 @@ def test_the_head_loss_is_what_autograd_makes_of_the_plain_formulas():
     assert result.kl == pytest.approx(
         float(F.kl_div(log_q, p, reduction="none").sum(-1)[inside].sum().detach()), rel=1e-3
     )
-    assert result.match == int((drafted[log_q.argmax(-1)] == target.argmax(-1)).sum())
+    assert result.agree == int((drafted[log_q.argmax(-1)] == target.argmax(-1)).sum())
     true_p = target.softmax(-1)[:, drafted]
     assert result.overlap == pytest.approx(float(torch.minimum(true_p, log_q.exp()).sum().detach()), rel=1e-4)
 
@@ -159,10 +158,8 @@ def test_each_step_is_taught_the_token_two_behind_its_pair(kind: str, model: Any
     head = any_head(kind, model)
     rows = random_rows(1, 8).long()
     seen = TargetPass(model, head.feature_layers)(rows)
-    if isinstance(head, EagleHead):
-        loss, metrics = eagle_loss(Chains(head, rows, seen.features_BLF), rows, seen, model, PLAIN)
-    else:
-        loss, metrics = mtp_loss(head, rows, seen, model, PLAIN, token_weight=0.0)
+    settings = replace(PLAIN, token_weight=0.0)
+    loss, metrics = unrolled_loss(Chains(head, rows, seen.features_BLF), rows, seen, model, settings)
     logits = model(input_ids=rows).logits[0]
     drafted = head.target_ids(torch.arange(len(DRAFTED) if kind == "eagle" else 256))
     total = 0.0
@@ -183,9 +180,9 @@ def test_each_step_is_taught_the_token_two_behind_its_pair(kind: str, model: Any
 
 def test_rows_too_short_for_the_steps_are_refused(model: Any):
     with pytest.raises(MoexpError, match="rows of 4 tokens for 3 draft steps"):
-        train_eagle(small_eagle(model, DRAFTED), model, random_rows(4, 4), PLAIN)
+        train_head(small_eagle(model, DRAFTED), model, random_rows(4, 4), PLAIN)
     with pytest.raises(MoexpError, match="rows of 4 tokens for 3 draft steps"):
-        train_mtp(new_mtp_head(model), model, random_rows(4, 4), PLAIN)
+        train_head(new_mtp_head(model), model, random_rows(4, 4), PLAIN)
     with pytest.raises(MoexpError, match="0 draft steps"):
         HeadSettings(SHORT, steps=0)
     with pytest.raises(MoexpError, match="decay"):
@@ -200,28 +197,23 @@ def texts(rows: int = 16, length: int = 14) -> Tensor:
     return torch.stack([(torch.arange(length) * (1 + row % 4) + row) % 10 for row in range(rows)]).int()
 
 
-def trainers(model: Any) -> dict[str, tuple[Callable[[], Any], Callable[..., int]]]:
-    tree = TreeSettings(depth=2, width=2, groups=2, group=3, weight=0.5)
+TREE = TreeSettings(depth=2, width=2, groups=2, group=3, weight=0.5)
+TREES = {"eagle": None, "mtp": None, "gto": TREE}
 
-    def gto(head: Any, model: Any, rows: Tensor, settings: HeadSettings, **options: Any) -> int:
-        return train_gto(head, model, rows, settings, tree, **options)
 
-    return {
-        "eagle": (lambda: small_eagle(model, list(range(256))), train_eagle),
-        "mtp": (lambda: new_mtp_head(model, seed=1), train_mtp),
-        "gto": (lambda: small_eagle(model, list(range(256))), gto),
-    }
+def new_head(kind: str, model: Any) -> EagleHead | MtpHead:
+    return new_mtp_head(model, seed=1) if kind == "mtp" else small_eagle(model, list(range(256)))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", ["eagle", "mtp"])
 def test_training_lowers_the_loss_and_the_target_stays(kind: str, autocast: bool, model: Any):
-    make, train_one = trainers(model)[kind]
-    head = make()
+    head = new_head(kind, model)
     before = [parameter.clone() for parameter in model.parameters()]
     settings = HeadSettings(Schedule(40, 1e-2, warmup=2), steps=2, rows=4, clip=1.0, autocast=autocast)
     log: list[Metrics] = []
-    assert train_one(head, model, texts(), settings, on_step=lambda step, metrics: log.append(metrics)) == 40
+    watch = Run(on_step=lambda step, metrics: log.append(metrics))
+    assert train_head(head, model, texts(), settings, run=watch) == 40
     first, last = log[0], log[-1]
     assert last["kl"] < 0.6 * first["kl"], (first, last)
     assert last["acceptance_1"] > first["acceptance_1"] and last["acceptance_2"] > first["acceptance_2"]
@@ -229,44 +221,44 @@ def test_training_lowers_the_loss_and_the_target_stays(kind: str, autocast: bool
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
 
-    measure: Any = measure_eagle if kind == "eagle" else measure_mtp
-    held = measure(head, model, texts(), steps=2)
+    held = measure_head(head, model, texts(), steps=2)
     assert held["acceptance_1"] == pytest.approx(last["acceptance_1"], abs=0.2)
-    assert held == measure(head, model, texts(), steps=2)
+    assert held == measure_head(head, model, texts(), steps=2)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "mtp", "gto"])
 def test_an_interrupted_run_resumes_bit_for_bit(kind: str, model: Any, tmp_path: Path):
-    make, train_one = trainers(model)[kind]
-    whole, first, second = make(), make(), make()
+    tree = TREES[kind]
+    whole, first, second = (new_head(kind, model) for _ in range(3))
     log: list[Metrics] = []
-    train_one(whole, model, texts(), PLAIN, on_step=lambda step, metrics: log.append(metrics))
+    train_head(whole, model, texts(), PLAIN, tree, Run(on_step=lambda step, metrics: log.append(metrics)))
 
     def stop(step: int, metrics: Metrics) -> None:
         if step == 2:
             os.kill(os.getpid(), signal.SIGINT)
 
-    options = {"checkpoint": tmp_path / "state", "identity": "this"}
+    state = tmp_path / "state"
     with pytest.raises(KeyboardInterrupt):
-        train_one(first, model, texts(), PLAIN, on_step=stop, **options)
+        train_head(first, model, texts(), PLAIN, tree, Run(state, "this", stop))
     again: list[Metrics] = []
-    assert train_one(second, model, texts(), PLAIN, on_step=lambda s, m: again.append(m), **options) == 4
+    watch = Run(state, "this", lambda step, metrics: again.append(metrics))
+    assert train_head(second, model, texts(), PLAIN, tree, watch) == 4
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor, second.state_dict()[name]), name
     assert len(again) in (1, 2)
     for key in set(log[-1]) - {"elapsed_s"}:
         assert again[-1][key] == log[-1][key], key
     with pytest.raises(MoexpError, match="written by another run"):
-        train_one(make(), model, texts(), PLAIN, checkpoint=tmp_path / "state", identity="other")
+        train_head(new_head(kind, model), model, texts(), PLAIN, tree, Run(state, "other"))
 
 
 def test_a_bf16_target_teaches_all_of_them(model: Any):
     low = copy.deepcopy(model).to(torch.bfloat16)
     settings = HeadSettings(Schedule(2, 1e-3, warmup=1), steps=2, rows=2)
-    for make, train_one in trainers(low).values():
+    for kind, tree in TREES.items():
         log: list[Metrics] = []
-        head = make()
-        train_one(head, low, texts(), settings, on_step=lambda step, metrics, log=log: log.append(metrics))
+        head = new_head(kind, low)
+        train_head(head, low, texts(), settings, tree, Run(on_step=lambda _, metrics: log.append(metrics)))  # noqa: B023
         assert len(log) == 2 and all(torch.tensor(list(metrics.values())).isfinite().all() for metrics in log)
         assert all(parameter.dtype == torch.float32 for parameter in head.parameters())
 
@@ -318,7 +310,7 @@ def grown(model: Any) -> tuple[Any, Tensor, Any, DynamicCache, Tensor, Trees]:
 
 def test_trees_of_many_roots_are_each_root_s_own_tree(grown: Any):
     head, rows, seen, _, roots, trees = grown
-    assert trees.depths_N.tolist() == [1, 1, 2, 2, 3, 3] and trees.kept_BRN.all()
+    assert trees.depths_N.tolist() == [1, 1, 2, 2, 3, 3]
     for row, number in itertools.product(range(2), range(3)):
         features = seen.features_BLF[row : row + 1]
         wanted = grow_alone(head, rows[row : row + 1], features, int(roots[number]), 3, 2)
@@ -333,17 +325,6 @@ def test_trees_of_many_roots_are_each_root_s_own_tree(grown: Any):
             assert torch.equal(above, inherited)
 
 
-@pytest.mark.parametrize("budget", [1, 2, 3, 4, 5, 6])
-def test_a_pruned_tree_hangs_together(budget: int, model: Any, grown: Any):
-    head, rows, seen, _, roots, trees = grown
-    pruned = grow_trees(Chains(head, rows, seen.features_BLF).fork(roots), depth=3, width=2, budget=budget)
-    assert (pruned.kept_BRN.sum(-1) == budget).all()
-    worst = pruned.scores_BRN.masked_fill(~pruned.kept_BRN, float("inf")).amin(-1)
-    assert (pruned.scores_BRN.masked_fill(pruned.kept_BRN, float("-inf")).amax(-1) <= worst).all()
-    orphans = pruned.kept_BRN[:, :, :, None] & pruned.ancestors_BRNN & ~pruned.kept_BRN[:, :, None, :]
-    assert not orphans.any()
-
-
 def test_one_target_pass_values_all_nodes(model: Any, grown: Any):
     _, rows, seen, cache, roots, trees = grown
     log_p, hit = read_target(model, cache, seen, roots, trees)
@@ -355,7 +336,7 @@ def test_one_target_pass_values_all_nodes(model: Any, grown: Any):
         assert bool(hit[row, number, node]) == (int(logits.argmax()) == path[-1])
 
 
-def small_tree(kept: list[bool]) -> Trees:
+def small_tree() -> Trees:
     """Root -> 0 -> 2, root -> 1 -> 3 -> 4, with one row and one root; tokens 10 to 15 (5 hangs under 2)."""
     parents = [-1, -1, 0, 1, 3, 2]
     above = torch.zeros(6, 6, dtype=torch.bool)
@@ -369,34 +350,31 @@ def small_tree(kept: list[bool]) -> Trees:
         torch.tensor(parents).view(1, 1, 6),
         above.view(1, 1, 6, 6),
         torch.zeros(1, 1, 6),
-        torch.tensor(kept).view(1, 1, 6),
         torch.tensor([1, 1, 2, 2, 3, 3]),
     )
 
 
 def test_the_reward_is_equation_5_and_the_expectation_a_sum_over_nodes():
     p = torch.tensor([0.5, 0.3, 0.4, 0.9, 0.2, 0.7]).view(1, 1, 6)
-    trees = small_tree([True, True, True, True, True, False])
-    reward, expected = tree_rewards(trees, p.log(), eta=2.0)
-    left, right = 0.5 + 0.5 * 0.4, 0.3 + 0.3 * 0.9 + 0.3 * 0.9 * 0.2  # branches that end in 2 and in 4
+    reward, expected = tree_rewards(small_tree(), p.log(), eta=2.0)
+    left, right = (
+        0.5 + 0.5 * 0.4 + 0.5 * 0.4 * 0.7,
+        0.3 + 0.3 * 0.9 + 0.3 * 0.9 * 0.2,
+    )  # ends: 5, 4
     wanted = torch.logsumexp(2 * torch.tensor([left, right]), 0) / 2
     assert float(reward) == pytest.approx(float(wanted), rel=1e-5)
     assert float(expected) == pytest.approx(left + right, rel=1e-5)
-    whole, _ = tree_rewards(small_tree([True] * 6), p.log(), eta=2.0)
-    longer = torch.logsumexp(2 * torch.tensor([left + 0.5 * 0.4 * 0.7, right]), 0) / 2
-    assert float(whole) == pytest.approx(float(longer), rel=1e-5)
 
 
-def test_the_accepted_path_stops_at_the_first_wrong_or_pruned_token():
-    def path(hit: list[bool], kept: list[bool]) -> tuple[list[int], int]:
-        tokens, length = accepted_paths(small_tree(kept), torch.tensor(hit).view(1, 1, 6))
+def test_the_accepted_path_stops_at_the_first_wrong_token():
+    def path(hit: list[bool]) -> tuple[list[int], int]:
+        tokens, length = accepted_paths(small_tree(), torch.tensor(hit).view(1, 1, 6))
         return tokens[0, 0].tolist(), int(length)
 
-    everything = [True] * 6
-    assert path([False, True, True, True, True, False], everything) == ([11, 13, 14], 3)
-    assert path([False, True, False, False, True, False], everything) == ([11, 0, 0], 1)
-    assert path([False, True, False, True, True, False], [True, True, True, True, False, False]) == ([11, 13, 0], 2)
-    assert path([False, False, True, True, True, True], everything) == ([0, 0, 0], 0)
+    assert path([False, True, True, True, True, False]) == ([11, 13, 14], 3)
+    assert path([False, True, False, False, True, False]) == ([11, 0, 0], 1)
+    assert path([False, True, False, True, False, True]) == ([11, 13, 0], 2)
+    assert path([False, False, True, True, True, True]) == ([0, 0, 0], 0)
 
 
 # --- GTO ---
@@ -462,7 +440,7 @@ def taught(model: Any) -> EagleHead:
     """A head that drafts `texts` with some success."""
     head = small_eagle(model, list(range(256)))
     settings = HeadSettings(Schedule(30, 1e-2, warmup=2), steps=2, rows=4, clip=1.0, autocast=False)
-    train_eagle(head, model, texts(), settings)
+    train_head(head, model, texts(), settings)
     return head
 
 
@@ -505,7 +483,7 @@ def test_gto_trains_from_an_eagle_head_and_logs_the_tree(model: Any, taught: Eag
     log: list[Metrics] = []
     tree = TreeSettings(depth=3, width=2, groups=2, group=4)
     slow = HeadSettings(Schedule(8, 1e-3, warmup=1), steps=2, rows=4, autocast=False)
-    train_gto(head, model, texts(), slow, tree, on_step=lambda step, metrics: log.append(metrics))
+    train_head(head, model, texts(), slow, tree, Run(on_step=lambda step, metrics: log.append(metrics)))
     assert log[0]["reward"] == pytest.approx(log[0]["reward_reference"], abs=1e-4)
     assert log[-1]["reward"] != log[-1]["reward_reference"] and log[-1]["expected"] > 0
     assert any(not torch.equal(value, taught.state_dict()[name]) for name, value in head.state_dict().items())
@@ -522,10 +500,9 @@ def test_a_head_starts_with_the_best_linear_guess_of_the_next_state(kind: str, m
         start_eagle(head, model.model.norm, model.lm_head)
     else:
         start_mtp(head, model.model.norm)
-    measured = measure_eagle if kind == "eagle" else measure_mtp
-    before = measured(head, model, rows, steps=1)  # type: ignore[arg-type]
+    before = measure_head(head, model, rows, steps=1)
     loss = start_by_least_squares(head, model, rows, batch=5)
-    after = measured(head, model, rows, steps=1)  # type: ignore[arg-type]
+    after = measure_head(head, model, rows, steps=1)
     assert after["kl"] < before["kl"] and math.isfinite(loss)
 
     # The solver of torch on the same pairs, without the ridge, can do no better than a little.

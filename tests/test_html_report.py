@@ -20,7 +20,7 @@ from moexp.base.errors import MoexpError
 from moexp.cli import main as cli
 from moexp.config.recipe import load_recipe
 from moexp.records import RequestRecord, StepRecord, read_records
-from moexp.tables import figures
+from moexp.tables import write
 from moexp.tables.core.table import View, view_text
 from moexp.tables.draftexpert.labels import AR, FIXED, FULL
 from moexp.web.build import rebuild_report, write_reports
@@ -180,7 +180,7 @@ def test_steps_that_do_not_add_up_are_an_error_and_a_torn_line_is_left_out(tmp_p
 
 def test_the_command_reports_all_papers_and_can_be_narrowed(runs: dict[str, Path], tmp_path: Path, monkeypatch: Any):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(figures, "draw_figures", lambda *_: [])
+    monkeypatch.setattr(write, "draw_figures", lambda *_: [])
     changes = ["--recipe", "tiny", "--set", "bench.bootstrap_samples=20"]
     both = tmp_path / "both"
     for folder in runs.values():

@@ -17,21 +17,16 @@ from transformers import DynamicCache
 
 from moexp.learn.core.experts import WIDEST, gated_matrices, training_implementation
 from moexp.learn.core.logit_loss import logit_loss
-from moexp.learn.core.loop import Schedule
-from moexp.learn.draft_expert.distill import (
-    DistillSettings,
-    Weights,
-    distill,
-    start_from_neurons,
-    teacher_kv_mask,
-    warm_up,
-)
+from moexp.learn.core.loop import Run, Schedule
+from moexp.learn.draft_expert.distill import DistillSettings, distill, teacher_kv_mask, warm_up
+from moexp.learn.draft_expert.losses import Weights, residual_loss, router_distribution
 from moexp.learn.draft_expert.measure import measure_acceptance, measure_agreement
-from moexp.learn.draft_expert.path import DraftPath, relative_error, router_distribution
+from moexp.learn.draft_expert.path import DraftPath
+from moexp.learn.draft_expert.start import start_from_neurons
 from moexp.learn.draft_expert.train import context_starts
 from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.decoding.method import Method
-from moexp.runtime.engine.engine import Engine
+from moexp.runtime.engine.engine import Block, Engine
 from moexp.runtime.engine.moe import StepPath
 from moexp.runtime.store.host import load_experts
 from moexp.runtime.store.store import open_store
@@ -175,7 +170,7 @@ def test_the_runtime_drafts_what_training_trains(folders: dict[str, Path], famil
     engine = Engine(target, open_store(target.index, "resident", dtype=torch.float32), draft_experts=experts)
     engine.start(64)
     engine.prefill(ids[:-1])
-    made = engine.step(ids[-1:], StepPath("draft", top_r=r, draft_experts=drafts))
+    made = engine.run(Block(ids[-1:]), StepPath("draft", top_r=r, draft_experts=drafts))
     assert torch.allclose(made.logits_BV[0], wanted_V, atol=1e-4)
     predicted = [index_Tk[0].tolist() for index_Tk in path.predicted.values()]
     assert made.routing_LBk[:, 0].tolist() == predicted
@@ -198,13 +193,13 @@ def test_masked_dense_experts_compute_what_eager_experts_compute(folder: Path):
     assert training_implementation(WIDEST, 2) == "grouped_mm"
 
 
-def test_relative_error_by_hand():
+def test_residual_loss_by_hand():
     wanted = torch.tensor([[3.0, 4.0], [0.0, 1.0], [0.0, 2.0]])  # powers 25, 1, 4: their median is 4
     made = wanted + torch.tensor([[1.0, 0.0], [0.0, 2.0], [0.0, 0.0]])
-    assert float(relative_error(made, wanted)) == pytest.approx(2 * (1 / 29 + 4 / 5 + 0) / 3)
-    assert float(relative_error(wanted, wanted)) == 0.0
-    assert float(relative_error(7 * made, 7 * wanted)) == pytest.approx(float(relative_error(made, wanted)))
-    nothing = float(relative_error(torch.zeros(3, 2), wanted))
+    assert float(residual_loss(made, wanted)) == pytest.approx(2 * (1 / 29 + 4 / 5 + 0) / 3)
+    assert float(residual_loss(wanted, wanted)) == 0.0
+    assert float(residual_loss(7 * made, 7 * wanted)) == pytest.approx(float(residual_loss(made, wanted)))
+    nothing = float(residual_loss(torch.zeros(3, 2), wanted))
     assert nothing == pytest.approx(2 * (25 / 29 + 1 / 5 + 4 / 8) / 3)
 
 
@@ -291,7 +286,8 @@ def test_the_warm_up_learns_the_residual_and_leaves_the_target_alone(folder: Pat
     path = with_experts(folder, down=0.0)
     before = {name: tensor.clone() for name, tensor in path.model.state_dict().items()}
     log: list[float] = []
-    warm_up(path, random_rows(8, 24), _settings(), on_step=lambda step, metrics: log.append(metrics["residual"]))
+    watch = Run(on_step=lambda step, metrics: log.append(metrics["residual"]))
+    warm_up(path, random_rows(8, 24), _settings(), watch)
     assert log[-1] < 0.97 * log[0]
     assert all(torch.equal(tensor, before[name]) for name, tensor in path.model.state_dict().items())
 
@@ -304,7 +300,7 @@ def test_distillation_brings_the_draft_nearer_to_the_target(folder: Path, contex
     rows = random_rows(8, 24)
     start = measure_agreement(path, rows)
     log: list[dict[str, float]] = []
-    distill(path, rows, _settings(context=context), on_step=lambda step, metrics: log.append(metrics))
+    distill(path, rows, _settings(context=context), Run(on_step=lambda step, metrics: log.append(metrics)))
     end = measure_agreement(path, rows)
     assert end.kl < 0.95 * start.kl
     assert all(torch.equal(tensor, before[name]) for name, tensor in path.model.state_dict().items())
@@ -338,9 +334,9 @@ def test_both_stages_resume_bit_for_bit_after_ctrl_c(folder: Path, tmp_path: Pat
         stage(whole, rows, settings)
         place = tmp_path / stage.__name__
         with pytest.raises(KeyboardInterrupt):
-            stage(first, rows, settings, checkpoint=place, identity="x", on_step=interrupt)
+            stage(first, rows, settings, Run(place, "x", interrupt))
         log: list[Any] = []
-        stage(second, rows, settings, checkpoint=place, identity="x", on_step=lambda *args: log.append(args))  # noqa: B023
+        stage(second, rows, settings, Run(place, "x", lambda *args: log.append(args)))  # noqa: B023
         assert [step for step, _ in log] == [3, 4]
         assert second.experts is not None and whole.experts is not None
         pairs = zip(second.experts.parameters(), whole.experts.parameters(), strict=True)
@@ -365,7 +361,7 @@ def test_starting_from_the_neurons_is_nearer_to_the_residual_than_nothing(folder
             for layer in path.spec.moe_layers:
                 wanted_TH = teacher[layer].residual_TH
                 assert wanted_TH is not None
-                errors[name] += float(relative_error(scale * experts.forward_layer(layer, captured[layer]), wanted_TH))
+                errors[name] += float(residual_loss(scale * experts.forward_layer(layer, captured[layer]), wanted_TH))
     assert errors["made"] < 0.8 * errors["nothing"]
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from moexp.base.errors import MoexpError
 from moexp.learn.core import loop
-from moexp.learn.core.loop import Metrics, Schedule, batch_rows, train
+from moexp.learn.core.loop import Metrics, Run, Schedule, Updates, batch_rows, train
 
 
 class Problem:
@@ -37,10 +38,11 @@ class Problem:
         self.drift += 0.1
         return {"loss": float(loss.detach())}
 
-    def train(self, checkpoint: Path | None = None, **options: object) -> int:
+    def train(self, checkpoint: Path | None = None, updates: Updates | None = None, **run: Any) -> int:
         schedule = Schedule(steps=9, lr=0.05, warmup=3)
-        extra = {"drift": self.drift}
-        return train(self.named, schedule, self.step, checkpoint=checkpoint, extra=extra, **options)  # type: ignore[arg-type]
+        return train(
+            self.named, schedule, self.step, updates or Updates(), Run(checkpoint, **run), {"drift": self.drift}
+        )
 
     def state(self) -> list[Tensor]:
         return [self.weight.detach(), self.bias.detach(), self.matrix.detach(), self.drift]
@@ -55,7 +57,7 @@ def test_ctrl_c_inside_a_step_ends_it_whole_and_the_resumed_run_is_bit_for_bit_t
     at, optimizer, tmp_path
 ):
     whole, first, second = Problem(), Problem(), Problem()
-    assert whole.train(optimizer=optimizer) == 9
+    assert whole.train(updates=Updates(optimizer)) == 9
     plain_step = first.step
 
     def interrupted_step(step: int) -> Metrics:
@@ -65,17 +67,17 @@ def test_ctrl_c_inside_a_step_ends_it_whole_and_the_resumed_run_is_bit_for_bit_t
 
     first.step = interrupted_step  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        first.train(tmp_path / "state", optimizer=optimizer)
+        first.train(tmp_path / "state", updates=Updates(optimizer))
     assert first.seen == list(range(at + 1))
-    assert second.train(tmp_path / "state", optimizer=optimizer) == 9
+    assert second.train(tmp_path / "state", updates=Updates(optimizer)) == 9
     assert second.seen == list(range(at + 1, 9))
     assert same(second, whole) and same(first, whole) == (at == 8)
 
 
 def test_muon_learns_the_matrices_and_adamw_the_rest():
     plain, muon = Problem(), Problem()
-    plain.train(clip=1e9)
-    muon.train(clip=1e9, optimizer="muon")
+    plain.train(updates=Updates(clip=1e9))
+    muon.train(updates=Updates("muon", clip=1e9))
     assert torch.equal(plain.weight, muon.weight) and torch.equal(plain.bias, muon.bias)
     assert not torch.allclose(plain.matrix, muon.matrix, atol=1e-3)
 
@@ -158,12 +160,12 @@ def test_a_batch_that_overflows_is_dropped():
 def test_a_scaled_rate_applies_to_the_names_that_start_with_its_key():
     problem = Problem()
     before = problem.bias.detach().clone()
-    problem.train(lr_scale={"bia": 0.0})
+    problem.train(updates=Updates(lr_scale={"bia": 0.0}))
     assert torch.equal(problem.bias, before) and problem.weight.grad is None
 
 
 def test_the_rate_warms_up_and_falls_to_its_last_share():
-    schedule = Schedule(steps=100, lr=1.0, warmup=10, final=0.05)
+    schedule = Schedule(steps=100, lr=1.0, warmup=10)
     rates = [schedule.rate(step, 0.0) for step in range(101)]
     assert rates[0] == pytest.approx(0.1, rel=1e-3)
     assert max(rates) == rates[9] or max(rates) == rates[10]

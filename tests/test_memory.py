@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moexp.runtime.store.pack_writer import pack_checkpoint
-from moexp.target.experts import read_header
+from moexp.target.shards import read_header
 from moexp.target.tiny import build_tiny_target
 
 CAP_MIB = 384

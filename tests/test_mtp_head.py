@@ -169,8 +169,6 @@ def test_a_head_that_starts_from_its_target_repeats_the_target_s_state(glm: Path
 
 def test_a_checkpoint_without_the_layer_is_refused(deepseek: Path, tmp_path: Path):
     model = whole_model(deepseek)
-    with pytest.raises(MoexpError, match="MTP head 1 of a checkpoint with num_nextn_predict_layers 1"):
-        load_mtp_layer(deepseek, model, depth=1)
     folder = copied(deepseek, tmp_path / "copy")
     write_mtp(folder, {"model.layers.9.enorm.weight": torch.ones(32)})
     with pytest.raises(MoexpError, match=r"promises 1 MTP layers, but there is no tensor model.layers.2.\*"):
@@ -180,7 +178,7 @@ def test_a_checkpoint_without_the_layer_is_refused(deepseek: Path, tmp_path: Pat
     for none in ({"num_nextn_predict_layers": 0}, {}):
         kept = {key: value for key, value in config.items() if key != "num_nextn_predict_layers"} | none
         (folder / "config.json").write_text(json.dumps(kept))
-        with pytest.raises(MoexpError, match="MTP head 0 of a checkpoint with num_nextn_predict_layers 0"):
+        with pytest.raises(MoexpError, match="no MTP layer in a checkpoint with num_nextn_predict_layers 0"):
             load_mtp_layer(folder, model)
 
 

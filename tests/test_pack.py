@@ -19,7 +19,7 @@ from moexp.base.errors import MoexpError
 from moexp.cli import main as cli
 from moexp.runtime.decoding.decode import LogitsDigest, decode_all
 from moexp.runtime.decoding.method import Method
-from moexp.runtime.engine.engine import AR, Engine
+from moexp.runtime.engine.engine import AR, Block, Engine
 from moexp.runtime.store import pack_writer as packing
 from moexp.runtime.store.dequantize import dequantize_into
 from moexp.runtime.store.host import load_experts
@@ -27,7 +27,7 @@ from moexp.runtime.store.pacing import Pacer
 from moexp.runtime.store.pack_writer import pack_checkpoint
 from moexp.runtime.store.store import open_store
 from moexp.runtime.verifiers.sampling import Sampling
-from moexp.target.experts import CodedLocation, ExpertIndex, ExpertLocation, ExpertWeights
+from moexp.target.experts import ExpertIndex, ExpertWeights
 from moexp.target.load import checkpoint_fingerprint, drafters_identity, load_target, target_identity
 from moexp.target.pack_format import ALIGN, MANIFEST, QUANTS, PackedIndex, read_index, stored_bytes
 from moexp.target.pad import pad_experts
@@ -155,7 +155,7 @@ def test_a_quantised_pack_decodes_as_transformers_does_with_dequantised_weights(
     with open_store(target.index, "resident", dtype=torch.float32) as store:
         engine = Engine(target, store)
         engine.start(len(prompt))
-        ours = engine.step(prompt, AR).logits_BV
+        ours = engine.run(Block(prompt), AR).logits_BV
     with torch.no_grad():
         theirs = model(input_ids=torch.tensor([prompt])).logits[0]
     assert torch.allclose(ours, theirs, atol=1e-4)
@@ -190,7 +190,9 @@ CODED = [case for case in CASES if case.quantised or case.family == "gpt_oss"]
 def test_experts_that_are_decoded_or_biased_are_packed_as_they_are_served(case: Case, tmp_path: Path):
     folder, _ = write_case(tmp_path / "case", case)
     source, digests = load_target(folder), []
-    assert stored_bytes(source.index) == sum(span.length for span in at_of(source.index).ranges)
+    assert stored_bytes(source.index) == sum(
+        span.length for span in source.index.locations[source.index.keys[0]].ranges
+    )
     pack_checkpoint(folder, tmp_path / "packed", "none")
     pack = load_target(tmp_path / "packed")
     assert pack.index.biased == source.index.biased == (case.family == "gpt_oss")
@@ -211,11 +213,6 @@ def test_experts_that_are_decoded_or_biased_are_packed_as_they_are_served(case: 
                     assert all(map(torch.equal, weights.tensors[:2], blocks.tensors))
                     assert all(map(torch.equal, weights.tensors[2:], plain[key].tensors[2:]))
                 store.release(ticket)
-
-
-def at_of(index: ExpertIndex) -> ExpertLocation | CodedLocation:
-    key = index.keys[0]
-    return index.coded[key] if index.coding else index.locations[key]
 
 
 @pytest.mark.parametrize("quant", ["none", "q4_0"])

@@ -114,8 +114,9 @@ def test_sizes_are_those_of_a_checkpoint_and_of_what_decoding_holds(tiny_folder:
     with opened_engine(target, recipe.store) as engine:
         engine.start(1000)
         engine.prefill([5, 6, 7])
-        layers: list[Any] = list(engine.cache.layers)
-        capacity, cached = layers[0].keys.shape[2], sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+        layers: list[Any] = engine.cache.layers
+        capacity = layers[0][0].shape[2]
+        cached = sum(keys.nbytes + values.nbytes for keys, values in layers)
     assert sizes.kv == geometry.kv_bytes(1000, 4)
     assert geometry.kv_bytes(capacity, 4) == cached
 

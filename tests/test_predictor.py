@@ -22,26 +22,16 @@ from moexp.cli import main as cli
 from moexp.config import locations
 from moexp.config.recipe import load_recipe
 from moexp.data.traces import RoutingGeometry, TraceManifest, TraceShard, read_trace, write_shard
-from moexp.learn.core.loop import Schedule
+from moexp.learn.core.loop import Run, Schedule
 from moexp.learn.predictor import train as training
 from moexp.learn.predictor.baselines import CONTEXT_FREE, PREVIOUS_TOKEN, baseline_hits
 from moexp.learn.predictor.data import RoutingRows, batch_of, read_rows, rows_of, split_rows
-from moexp.learn.predictor.start import RIDGE, SCALES
-from moexp.learn.predictor.train import (
-    LEVELS,
-    PREDICTOR,
-    Lesson,
-    LevelKeeper,
-    evaluate,
-    fit,
-    overlap,
-    overlap_hits,
-    routing_logits,
-    routing_loss,
-    start,
-)
+from moexp.learn.predictor.lesson import LEVELS, NEAR, Lesson, Levels, evaluate
+from moexp.learn.predictor.loss import overlap_hits, routing_logits, routing_loss
+from moexp.learn.predictor.start import RIDGE, SCALES, fit_head
+from moexp.learn.predictor.train import PREDICTOR, fit
 from moexp.runtime.drafters.draft_tree import DraftTree, blocks_of
-from moexp.runtime.engine.engine import AR
+from moexp.runtime.engine.engine import AR, Block
 from moexp.runtime.opening import open_predictor
 from moexp.runtime.predictors.backbone import fit_projection, open_backbone, pretrained_backbone, small_backbone
 from moexp.runtime.predictors.files import WEIGHTS, load_predictor, read_header, target_embedding, write_predictor
@@ -214,7 +204,8 @@ def test_the_metric_is_the_mean_share_of_routed_experts_that_were_predicted():
     model = model_of()
     rows = rows_of([shard_of([9, 4, 6])], GEOMETRY, context=5)
     chosen = np.array([0, 2, 3])
-    hits_L = evaluate(model, rows, chosen, batch=2, dtype=torch.float32)
+    task = Lesson(rows, chosen, chosen, Schedule(1, 1.0), 2, torch.float32, backbone_rate=1.0, seed=0)
+    hits_L = evaluate(model, task, chosen)
     shares = []
     for row in chosen:
         tokens = rows.token_T[rows.begin_R[row] : rows.end_R[row]].tolist()
@@ -223,7 +214,7 @@ def test_the_metric_is_the_mean_share_of_routed_experts_that_were_predicted():
                 routed = set(rows.experts_TLk[rows.begin_R[row] + token, layer].tolist())
                 best = sorted(range(8), key=lambda expert: -logits_LE[layer, expert])[:2]
                 shares.append(len(routed & set(best)) / 2)
-    assert overlap(hits_L, len(shares) // 3, 2) == pytest.approx(np.mean(shares))
+    assert task.overlap(hits_L, chosen) == pytest.approx(np.mean(shares))
     predicted, routed_ = torch.tensor([[[1, 2], [3, 4]]]), torch.tensor([[[2, 1], [4, 5]]])
     assert overlap_hits(predicted, routed_).tolist() == [2, 1]
 
@@ -286,26 +277,25 @@ def fresh(rows: RoutingRows, dropout: float = 0.0) -> RoutingPredictor:
 def test_training_finds_a_planted_rule_that_neither_baseline_can_and_keeps_checkpoints_on_the_way(tmp_path: Path):
     rows = planted_rows()
     task, model, log = lesson(rows, 240), fresh(rows), list[dict[str, Any]]()
-    keeper = LevelKeeper(tmp_path / "levels", "t" * 64)
+    keeper = Levels(tmp_path / "levels", "t" * 64)
     assert fit(model, task, levels=keeper, log=log) == 240
-    tokens = task.tokens(task.held_R)
-    reached = overlap(evaluate(model, rows, task.held_R, batch=8, dtype=torch.float32), tokens, 2)
-    others = {name: overlap(hits, tokens, 2) for name, hits in baseline_hits(rows, task.train_R, task.held_R).items()}
+    reached = task.overlap(evaluate(model, task, task.held_R), task.held_R)
+    baselines = baseline_hits(rows, task.train_R, task.held_R)
+    others = {name: task.overlap(hits, task.held_R) for name, hits in baselines.items()}
     assert reached > 0.95 and all(value < 0.75 for value in others.values()), (reached, others)
     assert log[0]["overlap"] < 0.75 and log[-1]["overlap"] > 0.95 and log[-1]["step"] == 240
-    for name in keeper.kept():
+    for name in keeper.saved():
         kept = load_predictor(tmp_path / "levels" / name, "t" * 64, embedding())
         probe = read_header(tmp_path / "levels" / name)["probe"]
-        assert abs(probe - LEVELS[name]) <= training.NEAR
-        again = overlap(evaluate(kept, rows, task.probe_R, batch=8, dtype=torch.float32), task.tokens(task.probe_R), 2)
-        assert again == pytest.approx(probe, abs=0.02)  # saved in bf16
-    assert keeper.kept()
+        assert abs(probe - LEVELS[name]) <= NEAR
+        assert task.probe(kept) == pytest.approx(probe, abs=0.02)  # saved in bf16
+    assert keeper.saved()
 
 
 def test_the_head_starts_from_ridge_regression_scaled_to_the_least_loss():
     rows = planted_rows()
     model, task = fresh(rows), lesson(rows, 1)
-    assert start(model, task, tokens=10**9) == (len(task.train_R) - task.batch) * 16
+    assert fit_head(model, task, tokens=10**9) == (len(task.train_R) - task.batch) * 16
     order_R = np.random.default_rng(task.seed).permutation(task.train_R)
     inputs, outputs = [], []
     for row in order_R[: -task.batch]:
@@ -328,9 +318,7 @@ def test_the_head_starts_from_ridge_regression_scaled_to_the_least_loss():
         model.head.weight.data = torch.from_numpy(scale * solved_HO[:-1].T).float()
         model.head.bias.data = torch.from_numpy(scale * solved_HO[-1]).float()
         with torch.no_grad():
-            return float(
-                routing_loss(routing_logits(model, last.ids_BT, last.live_BT, torch.float32), last.experts_PLk)
-            )
+            return float(routing_loss(routing_logits(model, last, torch.float32), last.experts_PLk))
 
     reached = model.head.weight.detach().clone()
     best = min(SCALES, key=loss)
@@ -340,22 +328,22 @@ def test_the_head_starts_from_ridge_regression_scaled_to_the_least_loss():
 def test_a_started_head_knows_what_the_token_says_and_weaker_ones_were_offered(tmp_path: Path, monkeypatch):
     rows = planted_rows()
     model, task = fresh(rows), lesson(rows, 1)
-    keeper, offered = LevelKeeper(tmp_path, "t" * 64), []
+    keeper, offered = Levels(tmp_path, "t" * 64), []
     monkeypatch.setattr(keeper, "offer", lambda model, reached, step: offered.append(reached))
-    start(model, task, 10**9, keeper)
+    fit_head(model, task, 10**9, keeper)
     assert len(offered) == 9  # after 1, 2, 3, 4, 6, 9, 13, 19 and all 40 of the rows
     assert offered[-1] > max(offered[0], 0.6)
     few = fresh(rows)
-    assert start(few, task, tokens=40) == 48  # 3 rows of 16
+    assert fit_head(few, task, tokens=40) == 48  # 3 rows of 16
     assert not torch.equal(few.head.weight, model.head.weight)
 
 
 def test_the_checkpoint_kept_is_the_nearest_and_none_is_kept_far_off(tmp_path: Path):
-    keeper, model = LevelKeeper(tmp_path, "t" * 64), model_of()
+    keeper, model = Levels(tmp_path, "t" * 64), model_of()
     offers = [0.3, 0.44, 0.46, 0.462, 0.51, 0.53, 0.7]
     for step, reached in enumerate(offers):
         keeper.offer(model, reached, step)
-    assert keeper.kept() == ["near-50"]
+    assert list(keeper.saved()) == ["near-50"]
     assert read_header(tmp_path / "near-50")["probe"] == 0.51 and read_header(tmp_path / "near-50")["steps"] == 4
 
 
@@ -374,13 +362,13 @@ def test_stopped_training_resumes_to_the_very_same_weights(tmp_path: Path, monke
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(training, "own_rows", interrupt)
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
-        fit(stopped, task, checkpoint=tmp_path / "state", identity="mine")
-    assert fit(resumed, task, checkpoint=tmp_path / "state", identity="mine") == 12
+        fit(stopped, task, run=Run(tmp_path / "state", "mine"))
+    assert fit(resumed, task, run=Run(tmp_path / "state", "mine")) == 12
     ours, theirs = resumed.state_dict(), whole.state_dict()
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert not torch.equal(stopped.head.weight, whole.head.weight)
     with pytest.raises(MoexpError, match="another run"):
-        fit(fresh(rows), task, checkpoint=tmp_path / "state", identity="other")
+        fit(fresh(rows), task, run=Run(tmp_path / "state", "other"))
 
 
 def test_bf16_products_train_fp32_weights_and_the_embedding_and_a_still_backbone_stay():
@@ -393,7 +381,7 @@ def test_bf16_products_train_fp32_weights_and_the_embedding_and_a_still_backbone
     assert all(tensor.dtype == torch.float32 for tensor in after.values()) and torch.equal(model.embedding_VD, kept)
     assert all(torch.equal(after[name], before[name]) == name.startswith("backbone.") for name in after)
     part = batch_of(rows, [0])
-    logits = [routing_logits(model.eval(), part.ids_BT, part.live_BT, kind) for kind in (torch.bfloat16, torch.float32)]
+    logits = [routing_logits(model.eval(), part, kind) for kind in (torch.bfloat16, torch.float32)]
     assert logits[0].dtype == torch.float32 and not torch.equal(*logits)
     assert torch.allclose(logits[0], logits[1], atol=0.05)
 
@@ -549,7 +537,7 @@ def test_the_oracle_is_the_targets_routing_of_each_path_and_is_replayed_without_
         by_hand.start(32)
         by_hand.prefill(ids[:-1])
         for token in text[len(ids) - 1 :]:
-            out = by_hand.step([token], AR)
+            out = by_hand.run(Block([token]), AR)
         assert np.array_equal(out.routing_LBk[:, 0], chosen)
     assert len(recording) == 2
     replayed = decode(OraclePredictor(recording))

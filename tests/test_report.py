@@ -20,8 +20,8 @@ from moexp.records import RequestRecord, StepRecord
 from moexp.tables.core.run import load_measured
 from moexp.tables.core.table import Row, Table, View, set_interval, text, text_of, to_csv, to_markdown, write_table
 from moexp.tables.draftexpert.data import load_run
+from moexp.tables.draftexpert.index import TABLES, build_tables
 from moexp.tables.draftexpert.labels import AR, FIXED, FULL, LOSSES, TRUNCATED
-from moexp.tables.draftexpert.tables import TABLES, build_tables
 from moexp.tables.write import rebuild
 
 PROVENANCE = {
@@ -295,7 +295,7 @@ def test_report_without_a_run_says_what_to_run(tmp_path: Path):
 
 def test_report_imports_no_torch():
     script = (
-        "import sys, moexp.tables.core.table, moexp.tables.draftexpert.tables, moexp.tables.ecospec.tables; "
+        "import sys, moexp.tables.core.table, moexp.tables.draftexpert.index, moexp.tables.ecospec.index; "
         "sys.exit(sorted(m for m in ('torch', 'transformers') if m in sys.modules) != [])"
     )
     assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent.parent).returncode == 0

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from moexp.base.errors import MoexpError
 from moexp.bench.scale import run as scale
 from moexp.bench.scale.checkpoint import V2_LITE, checkpoint_bytes, write_checkpoint
-from moexp.runtime.engine.engine import AR, Engine
+from moexp.runtime.engine.engine import AR, Block, Engine
 from moexp.runtime.store.store import open_store
 from moexp.target.experts import ExpertIndex
 from moexp.target.load import load_target
@@ -43,7 +43,7 @@ def test_the_checkpoint_is_one_that_transformers_reads(tmp_path: Path):
     with open_store(index, "resident", dtype=torch.float32) as store:
         engine = Engine(target, store)
         engine.start(8)
-        ours = engine.step(scale.PROMPT, AR).logits_BV
+        ours = engine.run(Block(scale.PROMPT), AR).logits_BV
     with torch.no_grad():
         theirs = model.eval()(input_ids=torch.tensor([scale.PROMPT])).logits[0]
     assert torch.allclose(ours, theirs, atol=1e-4)

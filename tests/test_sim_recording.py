@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from pathlib import Path
-from queue import SimpleQueue
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -37,6 +36,7 @@ from moexp.sim.validate import resident_fit
 from moexp.sim.walk import make_cycle
 from moexp.target.load import Target, load_target
 from tests.engines import StandInDrafts, prompt
+from tests.transports import InstantTransport, LinkTransport
 
 pytestmark = pytest.mark.e2e
 
@@ -53,51 +53,22 @@ METHODS = [
 FAST = LinkModel(1e30, concurrency=1 << 20)
 
 
-class InstantTransport:
-    """A transfer has landed when it has started: nothing depends on time."""
-
-    def __init__(self, source: FileSource) -> None:
-        self.source, self.landed = source, SimpleQueue[Any]()
-
-    def start(self, transfers: Any, urgent: bool) -> None:
-        for transfer in transfers:
-            for piece in transfer.plan.pieces:
-                self.source.move(transfer, piece)
-            self.source.finish(transfer)
-            self.landed.put(transfer)
-
-    def promote(self, transfers: Any) -> None:
-        pass
-
-    def cancel(self, transfer: Any) -> bool:
-        return False
-
-    def close(self, wait: bool = True) -> None:
-        pass
+SLOW = LinkModel(1e3, latency_s=0.1, concurrency=2, background=1)
+"""An expert of some kilobytes takes seconds: prefetches are late, and those that have not begun are cancelled."""
 
 
-def opened(target: Target, policy: str, capacity: int | None, *, instant: bool = False) -> SlotStore:
+def opened(target: Target, policy: str, capacity: int | None, link: LinkModel = FAST) -> SlotStore:
+    """A store in which nothing depends on time: over `FAST`, a transfer has landed when it has started."""
     source = FileSource(target.index)
-    store = SlotStore(
+    moved_bytes = round(fmean(source.plan(key).moved_bytes for key in target.index.keys))
+    return SlotStore(
         source,
         make_policy(policy, {}),
         dtype=target.dtype,
         expert_bytes=target.index.expert_bytes,
         budget_bytes=None if capacity is None else capacity * target.index.expert_bytes,
-        transport=InstantTransport(source) if instant else None,
+        transport=InstantTransport(source) if link is FAST else LinkTransport(source, link, moved_bytes),
     )
-    begin = store.begin_cycle
-
-    def settle() -> None:
-        """What has begun when a cycle ends lands first: on a busy machine it may be late."""
-        while any(not entry.ready for entry in store._residency.entries.values()):
-            time.sleep(1e-4)
-            store._drain()
-        begin()
-
-    store.begin_cycle = settle  # type: ignore[method-assign]
-    store.settle = settle  # type: ignore[method-assign]
-    return store
 
 
 @pytest.fixture(scope="module")
@@ -128,26 +99,28 @@ def record(
     return read_recording(folder)
 
 
-def machine_of(recording: Recording) -> MachineModel:
-    store = recording.info.store
-    return MachineModel(FAST, ComputeCosts(attention_s=1e-3), store["moved_bytes"], store["capacity"])
+def machine_of(recording: Recording, link: LinkModel = FAST) -> MachineModel:
+    """What `opened` is over: on `SLOW`, time passes in transfers alone."""
+    store, attention_s = recording.info.store, 1e-3 if link is FAST else 0.0
+    return MachineModel(link, ComputeCosts(attention_s=attention_s), store["moved_bytes"], store["capacity"])
 
 
 def steps_of(folder: Path) -> list[StepRecord]:
     return list(read_records(folder / "steps.jsonl", StepRecord))
 
 
+@pytest.mark.parametrize("link", [FAST, SLOW], ids=["fast", "slow"])
 @pytest.mark.parametrize(
-    "policy, capacity, instant, prefetch",
-    [("none", None, False, True), ("lru", 10, False, False), ("lru", 12, True, True), ("least-stale", 9, True, True)],
+    "policy, capacity, prefetch",
+    [("none", None, True), ("lru", 10, False), ("lru", 12, True), ("least-stale", 9, True)],
 )
-def test_a_replay_counts_what_the_run_counted(target: Target, tmp_path: Path, policy, capacity, instant, prefetch):
-    """AR, top-r and draft experts, with and without prefetch and cache: every counter that no timing decides."""
+def test_a_replay_counts_what_the_run_counted(target: Target, tmp_path: Path, policy, capacity, prefetch, link):
+    """AR, top-r and draft experts, with and without prefetch and cache, whether transfers land at once or late."""
     methods = [method for method in METHODS if prefetch or not method.prefetch]
-    with opened(target, policy, capacity, instant=instant) as store:
+    with opened(target, policy, capacity, link) as store:
         recording = record(target, tmp_path, store, policy, methods)
     steps = steps_of(tmp_path)
-    found = compare(steps, replay(recording, machine_of(recording), demands={}))
+    found = compare(steps, replay(recording, machine_of(recording, link), demands={}))
     assert {one.method for one in found} == {method.label for method in methods}
     assert sum(one.cycles for one in found) == len(steps)
     for one in found:
@@ -155,23 +128,25 @@ def test_a_replay_counts_what_the_run_counted(target: Target, tmp_path: Path, po
         assert set(EXACT) <= set(one.counts) and one.counts["demanded"][0] > 0
     if prefetch:
         assert any(one.counts["prefetched"][0] for one in found) and any(one.counts["used"][0] for one in found)
+    late, cancelled = (sum(step.store[name] for step in steps if step.store) for name in ("late", "cancelled"))
+    assert (late > 0) == (link is SLOW and prefetch)
+    assert (cancelled > 0) == (link is SLOW and policy == "none")
 
 
 def test_turns_of_a_cycle_each_are_counted_and_recorded_as_whole_answers_are(target: Target, tmp_path: Path):
     found = {}
-    methods = METHODS[:-1]  # what prefetches when a step is over leaves it to time what is under way
     for name, slice_s in (("whole", None), ("turns", 0.0), ("some", 0.02)):
         folder = tmp_path / name
         with opened(target, "none", None) as store:
-            recording = record(target, folder, store, "none", methods, slice_s=slice_s)
+            recording = record(target, folder, store, "none", slice_s=slice_s)
         steps = steps_of(folder)
         compared = compare(steps, replay(recording, machine_of(recording)))
-        assert {one.method for one in compared} == {method.label for method in methods}
+        assert {one.method for one in compared} == {method.label for method in METHODS}
         assert all(one.counters_match for one in compared), [(one.method, one.differing) for one in compared]
         cycles = {
             method.label: [(one.request, one.cycle, [p.routing.tolist() for p in one.passes if p.phase != "prefill"])
                            for one in recording.of_method(method.label)]
-            for method in methods
+            for method in METHODS
         }  # fmt: skip
         tokens = {(one.request, one.method, one.cycle): (one.tokens, one.confidences) for one in steps}
         names = ("demanded", "missed", "prefetched", "used", "cancelled")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,53 +11,16 @@ from hypothesis import strategies as st
 
 from moexp.runtime.store.policies import POLICIES, make_policy
 from moexp.sim.costs import ComputeCosts
-from moexp.sim.link import Flight, LinkModel, VirtualLink
+from moexp.sim.link import LinkModel
 from moexp.sim.machine import MachineModel
 from moexp.sim.simulate import simulate
 from moexp.sim.store import VirtualStore
 from moexp.sim.walk import Cycle, key_table, routed_step
 from tests.sim_cases import links
 from tests.test_store import EXPERT_BYTES, KEYS, MarkedSource, marked_store
+from tests.transports import LinkTransport
 
 keys_of = st.lists(st.sampled_from(KEYS), max_size=4, unique=True)
-
-
-class LinkTransport:
-    """In the thread pool's place: transfers land when the virtual link says so."""
-
-    def __init__(self, source: MarkedSource, model: LinkModel) -> None:
-        self.source, self.link = source, VirtualLink(model, EXPERT_BYTES)
-        self.flights: dict[int, Flight] = {}
-        self.landed: Any = self
-        self.there: deque[Any] = deque()
-
-    def start(self, transfers: Iterable[Any], urgent: bool) -> None:
-        made = [Flight(transfer, transfer.key[0]) for transfer in transfers]
-        self.flights |= {id(flight.owner): flight for flight in made}
-        self.link.start(made, urgent)
-
-    def promote(self, transfers: Iterable[Any]) -> None:
-        self.link.promote([self.flights[id(transfer)] for transfer in transfers])
-
-    def cancel(self, transfer: Any) -> bool:
-        return self.link.cancel(self.flights[id(transfer)])
-
-    def empty(self) -> bool:
-        for flight in self.link.landed:
-            self.source.finish(flight.owner)
-            self.there.append(flight.owner)
-        self.link.landed.clear()
-        return not self.there
-
-    def get(self) -> Any:
-        if self.empty():
-            self.link.wait()
-            self.empty()
-        return self.there.popleft()
-
-    def close(self, wait: bool = True) -> None:
-        while self.link.next_s < float("inf"):
-            self.link.wait()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -69,7 +29,7 @@ class LinkTransport:
 def test_the_virtual_store_counts_as_the_real_one(policy, data):
     capacity, model = data.draw(st.sampled_from([None, 2, 5])), data.draw(links)
     source = MarkedSource()
-    transport = LinkTransport(source, model)
+    transport = LinkTransport(source, model, EXPERT_BYTES)
     real = marked_store(policy, capacity, source, transport=transport)
     virtual = VirtualStore(make_policy(policy, {}), capacity, model, EXPERT_BYTES)
     now_s = 0.0

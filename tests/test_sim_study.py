@@ -41,7 +41,7 @@ from moexp.sim.sweep_file import load_sweep, parts_of
 from moexp.sim.traces import traced_blocks
 from moexp.sim.validate import COLUMNS, machine_of, resident_fit, validate
 from moexp.tables.core.table import to_csv
-from moexp.tables.draftexpert.tables import build_tables
+from moexp.tables.draftexpert.index import build_tables
 
 pytestmark = pytest.mark.e2e
 

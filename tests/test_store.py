@@ -6,9 +6,9 @@ import errno
 import gc
 import os
 import random
+import signal
 import threading
-import time
-from collections import deque
+from queue import SimpleQueue
 
 import pytest
 import torch
@@ -26,6 +26,7 @@ from moexp.runtime.store.store import STORE_KINDS, SlotStore, open_store
 from moexp.runtime.store.transfer import Plan, Transfer, TransferPool
 from moexp.target.experts import ExpertIndex
 from tests.expert_files import APART, expected, expert_tensors, save_in_order, save_shards
+from tests.transports import FakeClock, HandTransport
 
 WIDTH, HIDDEN = 3, 5
 EXPERT_BYTES = 3 * WIDTH * HIDDEN * 4
@@ -38,14 +39,16 @@ def value(key) -> float:
 
 
 class MarkedSource:
-    """Experts whose every weight is `value(key)`; a test may hold them back or make them fail."""
+    """Experts whose every weight is `value(key)`; a test may hold them back, see them begin, or make them fail."""
 
     slot_bytes = EXPERT_BYTES
 
     def __init__(self, pieces: int = 1) -> None:
         self.pieces = tuple(range(pieces))
+        self.begun: SimpleQueue[tuple[int, int]] = SimpleQueue()  # a key for every piece that has begun
         self.moved: list[tuple[tuple[int, int], int]] = []
         self.failing: set[tuple[int, int]] = set()
+        self.passing: set[tuple[int, int]] = set()  # not held back by the gate
         self.gate = threading.Event()
         self.gate.set()
         self.closed = 0
@@ -54,10 +57,17 @@ class MarkedSource:
         return Plan(self.pieces, EXPERT_BYTES, 0, 2 * WIDTH * HIDDEN, WIDTH, HIDDEN)
 
     def move(self, transfer, piece) -> None:
-        self.gate.wait()
+        self.begun.put(transfer.key)
+        if transfer.key not in self.passing:
+            self.gate.wait()
         self.moved.append((transfer.key, piece))
         if transfer.key in self.failing:
             raise OSError(errno.EIO, "Input/output error")
+
+    def wait_begun(self, pieces: int = 1) -> None:
+        """Until so many more pieces have begun: they can be neither overtaken nor cancelled."""
+        for _ in range(pieces):
+            self.begun.get()
 
     def finish(self, transfer) -> None:
         count = EXPERT_BYTES // 4
@@ -67,61 +77,14 @@ class MarkedSource:
         self.closed += 1
 
 
-class HandTransport:
-    """In the pool's place: a transfer begins and lands when the test says so, or when the store blocks for it."""
+def open_gate_once_closing(source: MarkedSource, pool: TransferPool) -> None:
+    """What has begun is held back until the pool has forgotten all that has not."""
 
-    class Landed(deque):
-        def __init__(self, transport) -> None:
-            super().__init__()
-            self.transport = transport
+    def wait() -> None:
+        pool._closing.wait()
+        source.gate.set()
 
-        def empty(self) -> bool:
-            return not self
-
-        def get(self):
-            if not self:
-                assert self.transport.coming, "the store waits for something that nobody brings"
-                self.transport.land(self.transport.rng.choice(self.transport.coming))
-            return self.popleft()
-
-    def __init__(self, source: MarkedSource, seed: int) -> None:
-        self.source, self.rng = source, random.Random(seed)
-        self.coming: list = []
-        self.begun: list = []
-        self.started: list = []  # keys, in order, of every transfer ever started
-        self.landed = self.Landed(self)
-
-    def start(self, transfers, urgent) -> None:
-        for transfer in transfers:
-            assert all(other.slot is not transfer.slot for other in self.coming), "two experts in one slot"
-            assert all(other.key != transfer.key for other in self.coming), "read twice"
-            self.coming.append(transfer)
-            self.started.append(transfer.key)
-
-    def promote(self, transfers) -> None:
-        assert all(any(transfer is other for other in self.coming) for transfer in transfers)
-
-    def cancel(self, transfer) -> bool:
-        if any(transfer is other for other in self.begun) or not any(transfer is other for other in self.coming):
-            return False
-        self.coming = [other for other in self.coming if other is not transfer]
-        return True
-
-    def begin(self, transfer) -> None:
-        self.begun.append(transfer)
-
-    def land(self, transfer) -> None:
-        self.coming = [other for other in self.coming if other is not transfer]
-        if transfer.key in self.source.failing:
-            transfer.error = OSError("broken")
-        else:
-            self.source.finish(transfer)
-        self.landed.append(transfer)
-
-    def close(self, wait: bool = True) -> None:
-        for transfer in self.begun:
-            if any(transfer is other for other in self.coming):
-                self.land(transfer)
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def pool_of(store: SlotStore) -> TransferPool:
@@ -243,7 +206,7 @@ def test_demand_overtakes_queued_prefetches():
     source.gate.clear()
     store = marked_store(source=source, io_threads=1)
     store.prefetch([(1, 0), (1, 1), (1, 2)])
-    wait_until(lambda: pool_of(store)._background_now == 1)  # the first piece has begun and cannot be overtaken
+    source.wait_begun()
     ticket = store.request([(1, 3), (1, 2)], "draft")
     source.gate.set()
     assert {key for key, _ in store.arrivals(ticket)} == {(1, 3), (1, 2)}
@@ -259,13 +222,13 @@ def test_prefetches_are_served_from_the_first_layer_on():
     source.gate.clear()
     store = marked_store(source=source, io_threads=1)
     store.prefetch([(9, 9)])
-    wait_until(lambda: pool_of(store)._background_now == 1)
+    source.wait_begun()
     keys = [(layer, expert) for expert in range(2) for layer in (1, 2, 3)]
     store.prefetch(keys)
     source.gate.set()
-    wait_until(lambda: len(source.moved) == 7)
+    source.wait_begun(len(keys))
+    store.close()  # waits for what has begun
     assert [key for key, _ in source.moved[1:]] == sorted(keys)
-    store.close()
 
 
 def test_verification_cancels_what_it_did_not_demand():
@@ -273,7 +236,7 @@ def test_verification_cancels_what_it_did_not_demand():
     source.gate.clear()
     store = marked_store(source=source, io_threads=1)
     store.prefetch([(1, 0), (1, 1), (1, 2), (2, 0)])
-    wait_until(lambda: pool_of(store)._background_now == 1)
+    source.wait_begun()
     draft = store.request([(1, 3)], "draft")
     assert store.counters.cancelled == 0, "drafting runs ahead of the layers it prefetches for"
     ticket = store.request([(1, 1)], "verify")
@@ -288,29 +251,32 @@ def test_verification_cancels_what_it_did_not_demand():
 def test_background_threads_leave_room_for_demands():
     source = MarkedSource()
     source.gate.clear()
+    source.passing = {(2, 0)}
     store = marked_store(source=source, io_threads=3, prefetch_threads=2)
     store.prefetch([(1, expert) for expert in range(9)])
-    wait_until(lambda: pool_of(store)._background_now == 2)
-    time.sleep(0.01)
-    assert pool_of(store)._background_now == 2
-    assert len(pool_of(store)._queued) == 7
+    source.wait_begun(2)
+    assert len(list(store.arrivals(store.request([(2, 0)], "draft")))) == 1, "with both prefetches still under way"
+    assert pool_of(store)._background_now == 2 and len(pool_of(store)._queued) == 7
     source.gate.set()
-    wait_until(lambda: len(source.moved) == 9)
+    source.wait_begun(1 + 7)
     store.close()
     assert store.counters.prefetch_bytes == 9 * EXPERT_BYTES
 
 
 def test_stall_is_the_time_spent_waiting():
-    source = MarkedSource()
-    source.gate.clear()
-    store = marked_store(source=source)
-    ticket = store.request([(1, 0)], "ar")
-    threading.Timer(0.05, source.gate.set).start()
-    list(store.arrivals(ticket))
-    assert 0.02 < store.counters.stall_s < 2 and store.counters.phases["ar"].stall_s == store.counters.stall_s
-    before = store.counters.stall_s
+    source, clock = MarkedSource(), FakeClock()
+
+    class Slow(HandTransport):
+        def land(self, transfer) -> None:
+            clock.time_s += 0.25
+            super().land(transfer)
+
+    store = marked_store(source=source, transport=Slow(source, 0), clock=clock)
+    list(store.arrivals(store.request([(1, 0), (1, 1)], "ar")))
+    assert store.counters.stall_s == store.counters.phases["ar"].stall_s == 0.5
     list(store.arrivals(store.request([(1, 0)], "ar")))
-    assert store.counters.stall_s == before
+    clock.time_s += 1
+    assert store.counters.stall_s == 0.5, "what is in memory is not waited for"
     store.close()
 
 
@@ -318,7 +284,6 @@ def test_many_threads_and_pieces_with_poison():
     """The real pool under load: contents right, nothing twice, all threads gone at the end."""
     rng = random.Random(1)
     source = MarkedSource(pieces=3)
-    threads_before = threading.active_count()
     with marked_store("lru", 12, source, io_threads=4) as store:
         for _ in range(60):
             store.begin_cycle()
@@ -332,7 +297,7 @@ def test_many_threads_and_pieces_with_poison():
     counters = store.counters
     assert counters.demanded == 540 and counters.prefetched == counters.used + counters.wasted
     assert len(source.moved) == 3 * (counters.missed + counters.prefetched - counters.cancelled)
-    assert threading.active_count() == threads_before
+    assert not any(thread.is_alive() for thread in pool_of(store)._threads)
 
 
 # --- faults
@@ -359,9 +324,10 @@ def test_a_failed_read_is_raised_where_it_is_waited_for_and_tried_again_later():
 def test_a_failed_prefetch_is_wasted_and_read_again_on_demand():
     source = MarkedSource()
     source.failing = {(1, 1)}
-    with marked_store(source=source) as store:
+    transport = HandTransport(source, 0)
+    with marked_store(source=source, transport=transport) as store:
         store.prefetch([(1, 1)])
-        wait_until(lambda: not store._landed.empty())
+        transport.land(transport.coming[0])
         source.failing.clear()
         assert len(list(store.arrivals(store.request([(1, 1)], "verify")))) == 1
         assert (store.counters.wasted, store.counters.missed, store.counters.used) == (1, 1, 0)
@@ -372,10 +338,10 @@ def test_closing_with_reads_under_way_and_twice():
     source.gate.clear()
     store = marked_store(source=source, io_threads=2, prefetch_threads=2)
     store.prefetch(KEYS)
-    wait_until(lambda: pool_of(store)._background_now == 2)
+    source.wait_begun(2)
     ticket = store.request([(2, 3), (1, 0)], "ar")
     arrivals = store.arrivals(ticket)
-    threading.Timer(0.02, source.gate.set).start()
+    open_gate_once_closing(source, pool_of(store))
     store.close()
     store.close()
     assert source.closed == 1 and len(source.moved) == 2, "what had not begun is not read any more"
@@ -387,17 +353,32 @@ def test_closing_with_reads_under_way_and_twice():
             call()
 
 
+class SignallingQueue(SimpleQueue):
+    """Sends Ctrl-C to this process once, when the store begins to wait for a landing."""
+
+    def __init__(self) -> None:
+        self.waiting = threading.Event()
+        threading.Thread(target=self._interrupt, daemon=True).start()
+
+    def get(self, *options):
+        self.waiting.set()
+        return super().get(*options)
+
+    def _interrupt(self) -> None:
+        self.waiting.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+
 def test_interrupt_while_waiting():
     """Ctrl-C reaches a blocked `arrivals`, and the store can be used and closed after it."""
     source = MarkedSource()
     source.gate.clear()
-    with marked_store(source=source) as store:
+    pool = TransferPool(source, threads=1)
+    pool.landed = SignallingQueue()
+    with marked_store(source=source, transport=pool) as store:
         ticket = store.request([(1, 0)], "ar")
-        timer = threading.Timer(0.05, lambda: os.kill(os.getpid(), 2))
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
             list(store.arrivals(ticket))
-            time.sleep(5)
         source.gate.set()
         [(key, weights)] = store.arrivals(ticket)
         assert_content(key, weights)
@@ -410,7 +391,6 @@ def test_interrupt_inside_a_call(monkeypatch, place):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    before = threading.active_count()
     source = MarkedSource()
     store = marked_store("lru", source=source)
     list(store.arrivals(store.request([(1, 0)], "ar")))
@@ -420,17 +400,18 @@ def test_interrupt_inside_a_call(monkeypatch, place):
             with pytest.raises(KeyboardInterrupt):
                 call()
     store.close()
-    assert threading.active_count() == before and source.closed == 1
+    assert not any(thread.is_alive() for thread in pool_of(store)._threads) and source.closed == 1
     assert store.counters.prefetched == store.counters.used + store.counters.wasted
 
 
 def test_a_store_that_nobody_closed_leaves_no_threads():
-    before = threading.active_count()
     store = marked_store(io_threads=3)
-    assert threading.active_count() == before + 3
+    threads = pool_of(store)._threads
+    assert len(threads) == 3
     del store
     gc.collect()
-    wait_until(lambda: threading.active_count() == before)
+    for thread in threads:
+        thread.join()
 
 
 def test_budget_below_one_expert():
@@ -662,17 +643,26 @@ def test_pacer_refuses_nonsense(wrong):
         Pacer(**{"bandwidth_bytes_s": 1.0, **wrong})
 
 
+def test_paced_transfers_take_at_least_the_links_time():
+    clock = FakeClock()
+    pacer = Pacer(bandwidth_bytes_s=40 * EXPERT_BYTES, latency_s=0.01, concurrency=2)
+    begin_s = clock.time_s
+    with marked_store(source=MarkedSource(pieces=3), pacer=pacer, clock=clock) as store:
+        for layer in (1, 2):
+            keys = [(layer, expert) for expert in range(4)]
+            assert len(list(store.arrivals(store.request(keys, "ar")))) == 4
+    elapsed_s = clock.time_s - begin_s
+    assert 8 / 40 + 0.01 <= elapsed_s <= 8 / 40 + 8 * 3 * 0.01 + 1e-9, "the latencies of transfers overlap or do not"
+    assert store.counters.stall_s <= elapsed_s
+
+
 @pytest.mark.parametrize("kind", ["host", "disk"])
-def test_paced_transfers_take_at_least_the_links_time(tmp_path, kind):
+def test_paced_stores_serve_the_same(tmp_path, kind):
     tensors = expert_tensors(width=40, hidden=72)
     index = ExpertIndex.from_checkpoint(save_shards(tmp_path, tensors))
-    pacer = Pacer(bandwidth_bytes_s=40 * index.expert_bytes, latency_s=0.01, concurrency=2)
+    pacer = Pacer(bandwidth_bytes_s=1e9, latency_s=1e-4, concurrency=2)
     with open_store(index, kind, pacer=pacer) as store:
-        begin_s = time.perf_counter()
         assert_serves(store, tensors, index)
-        elapsed_s = time.perf_counter() - begin_s
-        assert elapsed_s >= 8 / 40 + 0.01
-        assert store.counters.stall_s <= elapsed_s
 
 
 def test_a_closed_store_holds_no_memory_though_it_is_still_known(tmp_path):
@@ -686,12 +676,11 @@ def test_a_closed_store_holds_no_memory_though_it_is_still_known(tmp_path):
 
 
 def test_closing_a_paced_store_does_not_wait_for_the_link():
-    pacer = Pacer(bandwidth_bytes_s=EXPERT_BYTES / 1000, concurrency=2)
-    store = marked_store(pacer=pacer)
+    source = MarkedSource()
+    store = marked_store(source=source, pacer=Pacer(bandwidth_bytes_s=EXPERT_BYTES / 1e6, concurrency=2))
     store.prefetch(KEYS)
-    begin_s = time.perf_counter()
-    store.close()
-    assert time.perf_counter() - begin_s < 5
+    source.wait_begun(2)
+    store.close()  # or the test's time is over: an expert takes eleven days
 
 
 def test_probe_bandwidth(tmp_path):
@@ -727,17 +716,10 @@ def test_pool_ends_with_work_left_over():
 
     transfers = [Transfer(Owner, source.plan((1, 0)), slots.take()) for _ in range(3)]
     pool.start(transfers, urgent=True)
-    wait_until(lambda: len(transfers[0].unstarted) == 2)
-    threading.Timer(0.02, source.gate.set).start()
+    source.wait_begun(2)
+    open_gate_once_closing(source, pool)
     pool.close()
     assert len(source.moved) == 2 and pool.landed.empty()
-
-
-def wait_until(condition, limit_s: float = 10.0) -> None:
-    end_s = time.perf_counter() + limit_s
-    while not condition():
-        assert time.perf_counter() < end_s, "did not happen"
-        time.sleep(0.001)
 
 
 @pytest.mark.gpu

@@ -25,9 +25,9 @@ from moexp.data.traces import (
 )
 from moexp.learn.trace import trace
 from moexp.learn.trace.statistics import expert_load, union_growth
-from moexp.learn.trace.trace import by_gate, limited, shards_of, trace_routing
+from moexp.learn.trace.trace import by_gate_then_id, limited, shards_of, trace_routing
 from moexp.metrics import uniform_union
-from moexp.runtime.engine.engine import AR, Engine
+from moexp.runtime.engine.engine import AR, Block, Engine
 from moexp.runtime.store.store import open_store
 from moexp.target.load import load_target, target_identity
 from tests.tiny_models import tiny_folder
@@ -81,7 +81,7 @@ def test_a_trace_is_what_the_decoding_engine_routes(target: Path, text: str, tmp
         mine = samples == sample
         engine.start(64)
         for token, experts_Lk in zip(tokens[mine].tolist(), experts[mine], strict=True):
-            out = engine.step([token], AR)
+            out = engine.run(Block([token]), AR)
             assert np.array_equal(out.routing_LBk[:, 0], experts_Lk)
     for shard in shards:
         assert shard.gates_TLk is not None and shard.experts_TLk.dtype == np.uint8
@@ -138,7 +138,7 @@ def test_where_the_recipe_has_both_corpora_the_dense_models_text_follows_the_tar
 
 
 def test_equal_gates_are_ordered_by_id():
-    gates, ids = by_gate(torch.tensor([[0.2, 0.5, 0.2, 0.5]]), torch.tensor([[7, 6, 3, 9]]))
+    gates, ids = by_gate_then_id(torch.tensor([[0.2, 0.5, 0.2, 0.5]]), torch.tensor([[7, 6, 3, 9]]))
     assert ids.tolist() == [[6, 9, 3, 7]] and gates.tolist()[0] == pytest.approx([0.5, 0.5, 0.2, 0.2])
 
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from moexp.runtime.engine.attention import branches_of
-from moexp.runtime.engine.engine import AR, VERIFY
+from moexp.runtime.engine.engine import AR, VERIFY, Block
 from moexp.target.families import FAMILIES
 from tests.engines import make_engine, prompt
 
@@ -26,18 +26,17 @@ def path_of(parents, node):
 
 def token_by_token(engine, prefilled, ids):
     engine.rollback(prefilled)
-    return torch.cat([engine.step([token], AR).logits_BV for token in ids])
+    return torch.cat([engine.run(Block([token]), AR).logits_BV for token in ids])
 
 
-@pytest.mark.parametrize("restructured", [True, False], ids=["restructured", "modules"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
-def test_each_node_has_the_logits_of_its_path(tiny_folder, model_type, dtype, restructured):
-    engine = make_engine(tiny_folder(model_type=model_type), dtype=dtype, restructured=restructured)
+def test_each_node_has_the_logits_of_its_path(tiny_folder, model_type, dtype):
+    engine = make_engine(tiny_folder(model_type=model_type), dtype=dtype)
     prefix, tokens = prompt(125), prompt(len(PARENTS), seed=5)  # the longest path crosses a padded length
     engine.start(len(prefix) + 16)
     engine.prefill(prefix)
-    tree = engine.step_tree(tokens, PARENTS, VERIFY)
+    tree = engine.run(Block(tokens, PARENTS), VERIFY)
     assert engine.length == len(prefix)
     for leaf in (6, 4, 5):
         path = path_of(PARENTS, leaf)
@@ -53,10 +52,10 @@ def test_the_path_that_stands_is_continued_as_if_decoded_alone(tiny_folder, mode
     engine.prefill(prefix)
     for nodes in ([0, 1, 4], [0, 2, 5], [0], [0, 1]):
         engine.rollback(len(prefix))
-        engine.step_tree(tokens, PARENTS, VERIFY)
+        engine.run(Block(tokens, PARENTS), VERIFY)
         engine.commit(nodes)
         assert engine.length == len(prefix) + len(nodes)
-        continued = torch.cat([engine.step([token], AR).logits_BV for token in after])
+        continued = torch.cat([engine.run(Block([token]), AR).logits_BV for token in after])
         alone = token_by_token(engine, len(prefix), [*(tokens[node] for node in nodes), *after])
         assert torch.equal(continued, alone[len(nodes) :])
 
@@ -66,9 +65,9 @@ def test_a_chain_is_a_tree_of_one_branch(tiny_folder):
     prefix, tokens = prompt(30), prompt(5, seed=5)
     engine.start(len(prefix) + 16)
     engine.prefill(prefix)
-    chain = engine.step(tokens, VERIFY)
+    chain = engine.run(Block(tokens), VERIFY)
     engine.rollback(len(prefix))
-    tree = engine.step_tree(tokens, [-1, 0, 1, 2, 3], VERIFY)
+    tree = engine.run(Block(tokens, [-1, 0, 1, 2, 3]), VERIFY)
     assert torch.equal(chain.logits_BV, tree.logits_BV)
     assert (chain.routing_LBk == tree.routing_LBk).all()
 

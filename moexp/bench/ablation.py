@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from moexp.base.progress import note_of, stage
+from moexp.base.progress import stage
 from moexp.base.provenance import collect_provenance
 from moexp.bench.measure import keep_provenance
 from moexp.bench.runner import (
@@ -28,9 +28,11 @@ from moexp.bench.runner import (
 from moexp.config.locations import artifact_path, draft_folder
 from moexp.config.recipe import Recipe
 from moexp.config.sections import DraftSection, StoreSection
+from moexp.learn.core.loop import Run, followed
 from moexp.learn.draft_expert.distill import distill
 from moexp.learn.draft_expert.path import DraftPath
-from moexp.learn.draft_expert.train import Bench, fit, measure, open_bench, settings_of
+from moexp.learn.draft_expert.train import fit, measure, settings_of
+from moexp.learn.setup import TrainingSetup, open_setup
 from moexp.runtime.opening import method_of, opened_store, sampling_of
 from moexp.tables.draftexpert.labels import LOSSES
 from moexp.target.draft_expert import HEADER, DraftExperts, load_draft_experts, read_header, save_draft_experts
@@ -62,27 +64,27 @@ def ablation_folder(recipe: Recipe, loss: str) -> Path:
 def train_rows(recipe: Recipe, target: Path, provenance: dict[str, Any]) -> list[dict[str, Any]]:
     """Trains and measures what is missing of table 5's rows; returns {loss, steps, metrics} of all four."""
     identity = target_identity(target)
-    bench: Bench | None = None
+    setup: TrainingSetup | None = None
     warm: DraftExperts | None = None
     rows = [{"loss": LOSSES[0], "steps": None, "metrics": _untrained(recipe, identity)}]
     for loss, terms in TERMS_OF.items():
         folder = ablation_folder(recipe, loss)
         if not _is_for(folder, identity):
             section = with_terms(recipe.draft, terms, recipe.bench.ablation_steps)
-            if bench is None:
-                bench = open_bench(recipe, target, draft_folder(recipe).with_name(f"{draft_folder(recipe).name}.work"))
+            if setup is None:
+                setup = open_setup(recipe, target, draft_folder(recipe))
             if warm is None:
                 only_warm_up = section.model_copy(update={"steps": 0})
-                warm = fit(bench, only_warm_up, settings_of(only_warm_up, recipe.seed), label="Table 5")
+                warm, _ = fit(setup, only_warm_up, recipe.seed, label="Table 5")
             experts = copy.deepcopy(warm)
-            metrics = _train_row(bench, section, experts, recipe.seed, loss)
+            metrics = _train_row(setup, section, experts, recipe.seed, loss)
             details = {"loss": loss, "steps": section.steps, "metrics": metrics, "provenance": provenance}
             save_draft_experts(folder, experts.to(torch.bfloat16), identity, details)
         header = read_header(folder)
         rows.append({"loss": loss, "steps": header["steps"], "metrics": header["metrics"]})
     if rows[0]["metrics"] is None:  # draft experts from elsewhere, without figures of what they were compared with
-        bench = bench or open_bench(recipe, target, draft_folder(recipe).with_name(f"{draft_folder(recipe).name}.work"))
-        rows[0]["metrics"] = measure(bench, None)
+        setup = setup or open_setup(recipe, target, draft_folder(recipe))
+        rows[0]["metrics"] = measure(setup, None)
     return rows
 
 
@@ -140,13 +142,15 @@ def run_ablation(recipe: Recipe, target: Target, place: Path, threads: int) -> N
             )
 
 
-def _train_row(bench: Bench, section: DraftSection, experts: DraftExperts, seed: int, loss: str) -> dict[str, Any]:
-    path = DraftPath(bench.model, experts)
+def _train_row(
+    setup: TrainingSetup, section: DraftSection, experts: DraftExperts, seed: int, loss: str
+) -> dict[str, Any]:
+    path = DraftPath(setup.model, experts)
     settings = settings_of(section, seed)
-    with stage(f"Table 5, {loss}", settings.main.steps) as advance:
-        distill(path, bench.train_NL, settings, on_step=lambda step, found: advance(step, note_of(found, "kl")))
+    with followed(f"Table 5, {loss}", settings.main.steps, "kl") as on_step:
+        distill(path, setup.train_NL, settings, Run(on_step=on_step))
     with stage(f"Table 5, {loss}, measure", None):
-        return measure(bench, experts)
+        return measure(setup, experts)
 
 
 def _untrained(recipe: Recipe, identity: str) -> dict[str, Any] | None:

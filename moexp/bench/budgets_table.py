@@ -21,9 +21,10 @@ from moexp.runtime.store.policies import STATIC_HOT
 from moexp.sim.fit import Fit
 from moexp.sim.replay import Comparison, compare, replay
 from moexp.sim.validate import RESIDENT, complete_steps, machine_of, resident_fit
-from moexp.tables.core.plot import BLUE, GREEN, ORANGE, PURPLE, Look, Plot, number, run_source, write_plot
+from moexp.tables.core.plot import BLUE, GREEN, ORANGE, PURPLE, Look, Plot, write_plot
+from moexp.tables.core.provenance import run_source
 from moexp.tables.core.run import PROBE, read_json
-from moexp.tables.core.table import Cell, Row, View, text, to_csv, view_text
+from moexp.tables.core.table import Cell, Row, View, number, text, to_csv, view_text
 from moexp.target.load import target_identity
 from moexp.target.opening import open_draft_experts, open_target
 

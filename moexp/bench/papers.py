@@ -9,16 +9,7 @@ from moexp.base.errors import MoexpError
 from moexp.config.locations import run_folder
 from moexp.config.recipe import Recipe
 from moexp.papers import load_paper
-from moexp.tables.draftexpert import tables as draftexpert_tables
-from moexp.tables.ecospec import tables as ecospec_tables
-from moexp.tables.figures import FIGURES, check_figure
-from moexp.tables.write import write_results
-
-NUMBERS: dict[str, tuple[int, ...]] = {
-    "draftexpert": tuple(draftexpert_tables.TABLES),
-    "ecospec": tuple(ecospec_tables.TABLES),
-}
-"""Tables that are measured here, by paper."""
+from moexp.tables.write import FIGURES, TABLES, check_figure, write_results
 
 
 def run_bench(
@@ -50,7 +41,7 @@ def run_bench(
     if figure is not None:
         check_figure(figure, paper)
         tables = FIGURES[paper][figure]
-    numbers = NUMBERS[paper] if tables is None else tuple(tables)
+    numbers = TABLES[paper] if tables is None else tuple(tables)
     check_tables(numbers, paper)
     folder = run_folder(recipe, out, paper)
     if not numbers:
@@ -89,7 +80,7 @@ def parse_tables(text: str, paper: str = "draftexpert") -> tuple[int, ...]:
     """
     load_paper(paper)
     if text == "all":
-        return NUMBERS[paper]
+        return TABLES[paper]
     numbers = (int(text),) if text.isdecimal() else ()
     if not numbers:
         raise MoexpError(f"no table {text!r} to measure", where="--table", valid=_valid(paper))
@@ -100,9 +91,9 @@ def parse_tables(text: str, paper: str = "draftexpert") -> tuple[int, ...]:
 def check_tables(tables: Collection[int], paper: str, where: str = "--table") -> None:
     """MoexpError, naming the place `where` they were asked for, unless these tables are measured here."""
     for number in tables:
-        if number not in NUMBERS[paper]:
+        if number not in TABLES[paper]:
             raise MoexpError(f"no table {number} to measure", where=where, valid=_valid(paper))
 
 
 def _valid(paper: str) -> str:
-    return ", ".join([*map(str, NUMBERS[paper]), "all"])
+    return ", ".join([*map(str, TABLES[paper]), "all"])

@@ -39,7 +39,7 @@ from moexp.config.run_folder import RunDir
 from moexp.config.sections import StoreSection
 from moexp.learn.corpus.files import corpus_rows
 from moexp.runtime.decoding.method import Method
-from moexp.runtime.engine.engine import VERIFY, Engine
+from moexp.runtime.engine.engine import VERIFY, Block, Engine
 from moexp.runtime.opening import method_of, opened_store, sampling_of
 from moexp.runtime.store.pack_writer import pack_checkpoint, pack_folder
 from moexp.tables.core.provenance import provenance_text
@@ -111,7 +111,7 @@ def held_out_loss(target: Target, rows: Sequence[Sequence[int]]) -> tuple[float,
             for begin in range(0, len(row) - 1, LOSS_BLOCK):
                 fed = row[begin : min(begin + LOSS_BLOCK, len(row) - 1)]
                 store.begin_cycle()
-                logits_BV = engine.step(fed, VERIFY).logits_BV
+                logits_BV = engine.run(Block(fed), VERIFY).logits_BV
                 wanted_B = torch.tensor(row[begin + 1 : begin + 1 + len(fed)])
                 nats += float(F.cross_entropy(logits_BV, wanted_B, reduction="sum"))
             tokens += len(row) - 1

@@ -73,7 +73,8 @@ def record_cycles(
     cycles: list[Cycle] = []
     draft_s: list[float] = []
     verify_s: list[float] = []
-    engine.observer = log = PassLog()
+    log = PassLog()
+    engine.observe(log)
     for job in jobs:
         running = decode(engine, job.prompt_ids, method, Sampling(), max_new_tokens=max_new_tokens, stop_ids=stop_ids)
         for step in (cycle.record for cycle in running):

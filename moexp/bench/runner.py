@@ -66,17 +66,13 @@ class PromptEngine(Engine):
     prefill_s = 0.0
     _held: tuple[int, ...] = ()
     _held_in: BlockCache | None = None
-    _held_features: list[Tensor] | None = None
+    _held_features: Sequence[Tensor] = ()
 
     def prefill(self, ids: Sequence[int]) -> None:
-        """As the engine's; at once where a cache still holds these very ids, the lane's own or another's."""
+        """As the engine's; at once where a cache still holds these very ids, the request's own or another's."""
         prompt = tuple(ids)
         if prompt and prompt == self._held and self._held_in is not None:
-            if self.cache is not self._held_in:
-                self.cache.copy_rows(self._held_in, len(prompt))
-            for layer in range(self.spec.num_layers):
-                self.cache.rewind(layer, len(prompt))
-            self.lane.features = list(self._held_features or ())
+            self.state.restore(self._held_in, self._held_features, len(prompt))
             return
         self._held_in = None  # whatever stops the prefill, what the cache holds then is not a prompt
         decoding = self.store
@@ -87,7 +83,7 @@ class PromptEngine(Engine):
         finally:
             self.store = decoding
         self.prefill_s = time.perf_counter() - begin_s
-        self._held, self._held_in, self._held_features = prompt, self.cache, list(self.lane.features)
+        self._held, self._held_in, self._held_features = prompt, self.cache, list(self.state.features)
 
 
 def select_prompts(sources: Sequence[str], per_workload: int) -> list[Prompt]:
@@ -227,7 +223,7 @@ def run_methods(
 
     def engine_of(method: Method) -> PromptEngine:
         chosen = engine if isinstance(engine, PromptEngine) else engine(method)
-        chosen.observer = recorder.log if recorder is not None else None
+        chosen.observe(recorder.log if recorder is not None else None)
         return chosen
 
     def pause() -> None:

@@ -15,7 +15,7 @@ from moexp.records import RequestRecord, StepRecord
 from moexp.runtime.decoding.cycle import Cycle
 from moexp.runtime.decoding.decode import decode
 from moexp.runtime.decoding.method import Method
-from moexp.runtime.engine.engine import Engine, Lane
+from moexp.runtime.engine.engine import Engine, RequestState
 from moexp.runtime.recording.files import RecordedPass
 from moexp.runtime.recording.recorder import PassLog
 from moexp.runtime.store.counters import StoreCounters
@@ -30,7 +30,7 @@ class _Turn:
 
     method: Method
     engine: Engine
-    lane: Lane
+    state: RequestState
     running: Generator[Cycle, None, RequestRecord]
     steps: list[StepRecord] = field(default_factory=list)
     passes: list[RecordedPass] = field(default_factory=list)
@@ -63,7 +63,7 @@ def in_turns(
 ) -> Iterator[Decoded]:
     """Decodes a prompt by all methods, in turns of whole cycles; gives each when it is through.
 
-    Each method decodes as it would alone: in a lane of its own, over a store that keeps nothing from one cycle to the
+    Each method decodes as it would alone: in a state of its own, over a store that keeps nothing from one cycle to the
     next. What a cycle leaves there is waited for at the end of a turn, and counted to the method's next cycle.
 
     Args:
@@ -73,12 +73,12 @@ def in_turns(
         slice_s: a turn ends with the first cycle that ends after so many seconds; 0: it is one cycle.
     """
     for engine in {id(engine): engine for _, engine in methods}.values():
-        engine.start(len(prompt_ids) + max_new_tokens)  # lanes must be long enough from the beginning
+        engine.start(len(prompt_ids) + max_new_tokens)  # states must be long enough from the beginning
     waiting = [
         _Turn(
             method,
             engine,
-            engine.new_lane(),
+            engine.new_state(),
             decode(
                 engine, prompt_ids, method, sampling,
                 max_new_tokens=max_new_tokens, stop_ids=stop_ids, request=request, workload=workload,
@@ -91,7 +91,7 @@ def in_turns(
             between()
             if log is not None:
                 log.clear()
-            turn.engine.lane = turn.lane
+            turn.engine.activate(turn.state)
             record = _take(turn, slice_s)
             before = turn.engine.store.counters.snapshot()
             turn.engine.store.settle()

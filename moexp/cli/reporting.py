@@ -71,6 +71,6 @@ def compare(
     ] = None,
 ) -> None:
     """Put EcoSpec's Table 1 of several targets into one, with what marginal cost saves on each; nothing is run."""
-    from moexp.tables.ecospec.targets import compare as run
+    from moexp.tables.ecospec.compare import compare as run
 
     say_files(run(recipes, out=out), show=True)

@@ -48,7 +48,7 @@ def run_simulate(
     if sweep is not None:
         from moexp.sim.sweep import run_sweep
         from moexp.sim.sweep_file import find_sweep, load_sweep
-        from moexp.tables.core.plot import run_source
+        from moexp.tables.core.provenance import run_source
         from moexp.tables.sweep_figures import draw_sweep
 
         file = find_sweep(sweep)

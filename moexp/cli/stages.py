@@ -236,21 +236,12 @@ def corpus_stage(recipe: Recipe, console: Console, *, author: str, tokens: int, 
         dense = load_dense(source.source, cache=locations.source_cache(), path=source.path, revision=source.revision)
         model, tokenizer, section = dense.model, dense.tokenizer, recipe.target.corpus
     elif author == "target":
-        import torch
-        from transformers import AutoModelForCausalLM
+        from moexp.learn.core.experts import set_training_experts
+        from moexp.learn.setup import load_with_experts
 
-        from moexp.learn.core.experts import training_implementation
-        from moexp.target.pack_format import refuse_packed
-        from moexp.target.spec import MoESpec
-        from moexp.target.tokenizer import load_tokenizer
-
-        folder = find_target(recipe)
-        refuse_packed(folder)
-        dtype = getattr(torch, recipe.target.dtype)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-        spec = MoESpec.from_config(model.config)
-        model.set_experts_implementation(training_implementation(spec.num_experts, spec.expert_width))
-        tokenizer, section = load_tokenizer(folder), recipe.draft.corpus
+        model, tokenizer = load_with_experts(find_target(recipe), recipe.target.dtype)
+        set_training_experts(model)
+        section = recipe.draft.corpus
     else:
         raise MoexpError(f"unknown author {author!r}", where="--author", valid="dense, target")
     section = section.model_copy(update={"source": "write", "tokens": tokens})

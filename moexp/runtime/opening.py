@@ -30,7 +30,7 @@ def open_predictor(recipe: Recipe, target: Target, level: str | None = None) -> 
     """The recipe's expert predictor, in the target's dtype.
 
     Args:
-        level: a checkpoint that was kept on the way, a key of `moexp.learn.predictor.train.LEVELS`.
+        level: a checkpoint that was kept on the way, a key of `moexp.learn.predictor.lesson.LEVELS`.
 
     Raises:
         MoexpError: not trained yet, never at that level, or trained for another target.

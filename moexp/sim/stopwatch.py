@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moexp.runtime.engine.engine import AR, VERIFY, Engine, StepPath
+from moexp.runtime.engine.engine import AR, VERIFY, Block, Engine, StepPath
 from moexp.runtime.store.store import ExpertStore, ResidentStore, open_store
 from moexp.target.experts import ExpertWeights
 from moexp.target.load import Target
@@ -65,10 +65,10 @@ class TimedEngine(Engine):
             layer.attend = self._watched("attention", layer.attend)
             moe: Any = layer.moe
             if moe is not None:
-                moe.many = self._watched("moe", moe.many)
                 moe.shared = moe.shared and self._watched("shared", moe.shared)
                 moe.drafting = moe.drafting and self._watched("draft", moe.drafting)
                 computes = moe.compute
+                layer.moe = self._watched("moe", moe)  # type: ignore[assignment]
         for compute in computes.values():  # one for all layers
             compute.block = self._watched("routed", compute.block)
 
@@ -90,7 +90,7 @@ class TimedEngine(Engine):
         self.store.begin_cycle()
         self._spent = dict.fromkeys(PARTS, 0.0)
         begin_s = time.perf_counter()
-        self.step(ids, path)
+        self.run(Block(ids), path)
         total_s = time.perf_counter() - begin_s
         spent, self._spent = self._spent, None
         self.rollback(length)

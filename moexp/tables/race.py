@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moexp import metrics
 from moexp.base import atomic
 from moexp.runtime.decoding.method import Method
-from moexp.tables.core.plot import BLUE, GREY, Plot, number, write_plot
+from moexp.tables.core.plot import BLUE, GREY, Plot, write_plot
 from moexp.tables.core.provenance import provenance_lines
 from moexp.tables.core.rows import Bootstrapped, sameness, throughput, with_ends
 from moexp.tables.core.run import Measured
-from moexp.tables.core.table import Row, View, set_interval, text, text_of, to_csv, view_text, wrapped
+from moexp.tables.core.table import Row, View, number, set_interval, text, text_of, to_csv, view_text, wrapped
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -35,13 +34,6 @@ NOTES = (
 )
 
 
-@dataclass
-class RaceRun(Bootstrapped):
-    """How a race's intervals are drawn."""
-
-    samples: int
-
-
 def race_rows(name: str, found: Measured, methods: Sequence[Method], top_k: int, samples: int) -> list[Row]:
     """A row a method, in this order.
 
@@ -50,7 +42,7 @@ def race_rows(name: str, found: Measured, methods: Sequence[Method], top_k: int,
         methods: those that raced, AR among them.
         samples: of the bootstrap.
     """
-    run = RaceRun(samples)
+    run = Bootstrapped(samples=samples)
     ar, temperature, rows = found.arms[AR], found.settings["temperature"], []
     for method in methods:
         arms = found.arms[method.label]
@@ -61,9 +53,7 @@ def race_rows(name: str, found: Measured, methods: Sequence[Method], top_k: int,
         }  # fmt: skip
         row |= sameness(arms, ar, temperature)
         row |= throughput(run, arms, None if method.is_ar else ar, top_k)
-        set_interval(
-            row, "experts_per_layer", run.over(arms.values(), lambda arm: metrics.experts_per_layer(arm.steps))
-        )
+        set_interval(row, "experts_per_layer", run.over(arms, lambda arm: metrics.experts_per_layer(arm.steps)))
         for column in ("prefetch_hit", "prefetch_waste", "prefetch_coverage"):
             row[column] = getattr(metrics, column)(steps).value
         rows.append(row)

@@ -26,11 +26,10 @@ from moexp.tables.core.plot import (
     Plot,
     draw_series,
     legend_beside,
-    number,
     plain_log,
     write_plot,
 )
-from moexp.tables.core.table import Row
+from moexp.tables.core.table import Row, number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,19 +1,34 @@
-"""A recipe's tables and figures, written from its raw records; nothing is run."""
+"""A recipe's tables and figures, written from raw records and traces that are on disk. Nothing is run, no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from moexp.base.errors import MoexpError
-from moexp.config.locations import run_folder
+from moexp.config.locations import run_folder, trace_folder
+from moexp.config.recipe import Recipe
 from moexp.papers import load_paper
+from moexp.tables.core.plot import write_plot
 from moexp.tables.core.table import write_table
+from moexp.tables.draftexpert import index as draftexpert
+from moexp.tables.ecospec import index as ecospec
+
+TABLES: dict[str, tuple[int, ...]] = {"draftexpert": tuple(draftexpert.TABLES), "ecospec": tuple(ecospec.TABLES)}
+"""Tables that are measured here, by paper."""
+
+FIGURES: dict[str, dict[str, tuple[int, ...]]] = {
+    "draftexpert": {name: figure.tables for name, figure in draftexpert.FIGURES.items()},
+    "ecospec": {name: figure.tables for name, figure in ecospec.FIGURES.items()},
+}
+"""Paper -> figure -> tables whose runs it is drawn from; none: the routing trace alone."""
+
+_BUILD_TABLES = {"draftexpert": draftexpert.build_tables, "ecospec": ecospec.build_tables}
+_BUILD_PLOTS = {"draftexpert": draftexpert.build_plots, "ecospec": ecospec.build_plots}
 
 
 def rebuild(
-    recipe: Any, paper: str = "draftexpert", *, out: Path | None = None, results: Path = Path("results")
+    recipe: Recipe, paper: str = "draftexpert", *, out: Path | None = None, results: Path = Path("results")
 ) -> list[Path]:
     """`moexp report`: every table and figure that the recipe's raw records allow, without running anything.
 
@@ -35,7 +50,7 @@ def rebuild(
 
 
 def write_results(
-    recipe: Any,
+    recipe: Recipe,
     paper: str,
     folder: Path,
     results: Path,
@@ -46,21 +61,43 @@ def write_results(
 
     With `figure`, writes that figure alone.
     """
-    from moexp.config.locations import trace_folder
-    from moexp.tables.figures import draw_figures
+    files = []
+    if figure is None:
+        tables = _BUILD_TABLES[paper](folder, samples=recipe.bench.bootstrap_samples)
+        wanted = [table for table in tables if numbers is None or table.number in numbers]
+        files = [path for table in wanted for path in write_table(results / recipe.name / paper, table)]
+    return files + draw_figures(recipe, paper, folder, trace_folder(recipe), results, figure)
 
-    tables = write_tables(recipe, paper, folder, results, numbers) if figure is None else []
-    return tables + draw_figures(recipe, paper, folder, trace_folder(recipe), results, figure)
 
-
-def write_tables(
-    recipe: Any, paper: str, folder: Path, results: Path, numbers: Collection[int] | None = None
+def draw_figures(
+    recipe: Recipe, paper: str, run_folder: Path, trace_folder: Path | None, results: Path, only: str | None = None
 ) -> list[Path]:
-    """Writes the tables `numbers` (all if None) of a run folder's records to `results/<recipe>/<paper>`."""
-    from moexp.tables.draftexpert import tables as draftexpert_tables
-    from moexp.tables.ecospec import tables as ecospec_tables
+    """Draws what the data allow to `results/<recipe>/<paper>`; a figure whose data are missing is left out.
 
-    make = {"draftexpert": draftexpert_tables.build_tables, "ecospec": ecospec_tables.build_tables}[paper]
-    tables = make(folder, samples=recipe.bench.bootstrap_samples)
-    wanted = [table for table in tables if numbers is None or table.number in numbers]
-    return [path for table in wanted for path in write_table(results / recipe.name / paper, table)]
+    Args:
+        run_folder: raw records of the paper's runs.
+        trace_folder: of the recipe's routing trace; it need not be there.
+        only: the one figure to draw, in place of all.
+
+    Returns:
+        the PNG, the SVG and the CSV of each figure.
+
+    Raises:
+        MoexpError: the data of the figure `only` are missing.
+    """
+    samples = recipe.bench.bootstrap_samples
+    plots = _BUILD_PLOTS[paper](run_folder, trace_folder, samples, None if only is None else [only])
+    if only is not None and not plots:
+        traced = not FIGURES[paper][only]
+        raise MoexpError(
+            f"figure {only} has nothing to be drawn from",
+            where=str(trace_folder if traced else run_folder),
+            valid=f"run: moexp trace-routing --recipe {recipe.name}" if traced else "",
+        )
+    return [path for plot in plots for path in write_plot(results / recipe.name / paper, plot)]
+
+
+def check_figure(figure: str, paper: str) -> None:
+    """MoexpError unless the paper has this figure here."""
+    if figure not in FIGURES[paper]:
+        raise MoexpError(f"no figure {figure!r} to draw", where="--figure", valid=", ".join(FIGURES[paper]))

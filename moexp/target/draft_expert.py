@@ -1,29 +1,33 @@
 """DraftExpert's only trained weights: one small SwiGLU expert a MoE layer, resident, with a learned scale.
 
-The draft path of a layer is S(h) + g_e1 E_e1(h) + gamma E_d(h) (equation 5): shared experts, the target's own top-1
-with the target's own gate, and the draft expert. A checkpoint is a folder of `draft_experts.safetensors` and
-`draft_experts.json`, which names the target it belongs to.
+The draft path of a layer is S(h) + g_e1 E_e1(h) + gamma E_d(h): shared experts, the target's own top-1 with the
+target's own gate, and the draft expert.
 
 Shapes: T tokens, H hidden size, W width of the draft expert.
+
+Paper: DraftExpert eq. 5.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from moexp.base.atomic import new_folder
-from moexp.base.errors import MoexpError
+from moexp.target.trained import TrainedFiles
 
-WEIGHTS, HEADER = "draft_experts.safetensors", "draft_experts.json"
-FORMAT = "moexp-draft-experts-1"
+FILES = TrainedFiles(
+    what="draft experts",
+    weights="draft_experts.safetensors",
+    header="draft_experts.json",
+    format="moexp-draft-experts-1",
+    command="train-draft-expert",
+    missing="no draft-expert checkpoint",
+)
+WEIGHTS, HEADER, read_header = FILES.weights, FILES.header, FILES.read_header
 
 
 class DraftExpert(nn.Module):
@@ -58,40 +62,9 @@ class DraftExperts(nn.Module):
 
 
 def save_draft_experts(folder: Path, experts: DraftExperts, fingerprint: str, details: dict[str, Any]) -> None:
-    """Writes the checkpoint folder atomically. `details` (recipe, metrics, provenance) is kept for reading by
-    people.
-    """
-    header = {
-        "format": FORMAT,
-        "target": fingerprint,
-        "hidden": experts.hidden,
-        "width": experts.width,
-        "layers": list(experts.layers),
-        **details,
-    }
-    tensors = {name: tensor.detach().contiguous() for name, tensor in experts.state_dict().items()}
-    with new_folder(folder) as temp:
-        save_file(tensors, temp / WEIGHTS)
-        (temp / HEADER).write_text(json.dumps(header, indent=2) + "\n")
-
-
-def read_header(folder: Path) -> dict[str, Any]:
-    """The checkpoint's JSON header.
-
-    Raises:
-        MoexpError: not a draft-expert checkpoint.
-    """
-    try:
-        header: dict[str, Any] = json.loads((folder / HEADER).read_text())
-    except (OSError, ValueError) as error:
-        raise MoexpError(
-            "no draft-expert checkpoint",
-            where=str(folder),
-            valid="a folder written by `moexp train-draft-expert`",
-        ) from error
-    if header.get("format") != FORMAT:
-        raise MoexpError(f"unknown format {header.get('format')!r}", where=str(folder / HEADER), valid=FORMAT)
-    return header
+    """Writes the checkpoint folder atomically. `details` (recipe, metrics, provenance) is for people to read."""
+    geometry = {"hidden": experts.hidden, "width": experts.width, "layers": list(experts.layers)}
+    FILES.save(folder, experts.state_dict(), fingerprint, geometry | details)
 
 
 def load_draft_experts(folder: Path, fingerprint: str, *, dtype: torch.dtype = torch.bfloat16) -> DraftExperts:
@@ -100,18 +73,7 @@ def load_draft_experts(folder: Path, fingerprint: str, *, dtype: torch.dtype = t
     Raises:
         MoexpError: missing or damaged checkpoint, or one trained for another target.
     """
-    header = read_header(folder)
-    if header["target"] != fingerprint:
-        raise MoexpError(
-            f"draft experts of target {header['target'][:12]}, but the target is {fingerprint[:12]}",
-            where=str(folder),
-            valid="draft experts trained on this very target",
-        )
+    header = FILES.header_for(folder, fingerprint)
     experts = DraftExperts(header["hidden"], header["width"], tuple(header["layers"]))
-    try:
-        experts.load_state_dict(load_file(folder / WEIGHTS))
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise MoexpError(
-            f"damaged weights: {str(error).splitlines()[0]}", where=str(folder / WEIGHTS), valid="train again"
-        ) from error
+    FILES.load_into(experts, folder)
     return experts.to(dtype).requires_grad_(False)

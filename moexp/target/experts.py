@@ -10,33 +10,23 @@ Shape suffixes: I expert width, H hidden size.
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from moexp.base.errors import MoexpError
 from moexp.target.coding import Coding, stored_as, unsupported_quantisation
-from moexp.target.families import FAMILIES
+from moexp.target.shards import DTYPES, STORED_DTYPES, StoredTensor, checkpoint_files, list_tensors, shapes_of
 
 ExpertKey = tuple[int, int]
 """(decoder layer as numbered in the checkpoint, expert)."""
 
 PARTS = ("gate", "up", "down")
-
-DTYPES: dict[str, torch.dtype] = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-
-STORED_DTYPES = {**DTYPES, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
-
-EXPERT_NAMES: dict[str, Mapping[str, str]] = {name: family.tensors for name, family in FAMILIES.items()}
-"""model_type -> tensor name of each part, with `{layer}` and `{expert}` in place of the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +43,7 @@ class ExpertWeights:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Those there are, in the order in which they lie in memory."""
+        """The matrices and biases, in the order in which they lie in memory."""
         if self.gate_up_bias is None or self.down_bias is None:
             return self.gate_up, self.down
         return self.gate_up, self.down, self.gate_up_bias, self.down_bias
@@ -78,27 +68,7 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor inside an expert's ranges: byte `offset` into range number `range`."""
-
-    range: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertLocation:
-    """An expert's byte ranges (in ascending file order, touching tensors merged) and its parts within them."""
-
-    ranges: tuple[ByteRange, ...]
-    gate: Part
-    up: Part
-    down: Part
-    width: int  # I
-    hidden: int  # H
-
-
-@dataclass(frozen=True, slots=True)
-class StoredPart:
-    """A tensor inside a coded expert's ranges: byte `offset` into range number `range`, shape and type."""
+    """A tensor inside an expert's ranges: byte `offset` into range number `range`, shape and storage type."""
 
     range: int
     offset: int
@@ -111,22 +81,15 @@ class StoredPart:
 
 
 @dataclass(frozen=True, slots=True)
-class CodedLocation:
-    """As `ExpertLocation`, of an expert that is decoded on arrival: its stored tensors by name."""
+class ExpertLocation:
+    """An expert's byte ranges (in ascending file order, touching tensors merged) and its stored tensors within them:
+    `gate`, `up` and `down`, or those of the index's coding.
+    """
 
     ranges: tuple[ByteRange, ...]
-    parts: Mapping[str, StoredPart]
+    parts: Mapping[str, Part]
     width: int  # I
     hidden: int  # H
-
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    file: int
-    start: int
-    stop: int
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class ExpertIndex:
@@ -135,8 +98,7 @@ class ExpertIndex:
     Attributes:
         files: the shards that hold experts, by number.
         coding: how experts are stored, None: as plain matrices.
-        locations: key -> where its bytes are, of plain experts.
-        coded: the same of experts that have a coding.
+        locations: key -> where its bytes are.
         keys: all keys, sorted by layer, then expert.
         dtype: the experts' storage type; of coded ones the type they are served in unless another is asked for.
         expert_bytes: weight bytes of one expert in `dtype` (of the largest one, should layers differ).
@@ -150,11 +112,10 @@ class ExpertIndex:
         dtype: torch.dtype,
         tensor_names: frozenset[str],
         coding: Coding | None = None,
-        coded: dict[ExpertKey, CodedLocation] | None = None,
     ) -> None:
         self.files = files
-        self.locations, self.coding, self.coded = locations, coding, coded or {}
-        self.keys = tuple(sorted({**locations, **self.coded}))
+        self.locations, self.coding = locations, coding
+        self.keys = tuple(sorted(locations))
         self.dtype = dtype
         self.tensor_names = tensor_names
         self.expert_bytes = max(self.elements(key) for key in self.keys) * dtype.itemsize
@@ -176,8 +137,8 @@ class ExpertIndex:
 
     def shape(self, key: ExpertKey) -> tuple[int, int]:
         """(I, H) of an expert."""
-        at = self.coded[key] if self.coding else self.locations[key]
-        return at.width, at.hidden
+        location = self.locations[key]
+        return location.width, location.hidden
 
     def elements(self, key: ExpertKey) -> int:
         """Weights of an expert, biases included."""
@@ -194,50 +155,49 @@ class ExpertIndex:
 
         Args:
             folder: a Hugging Face checkpoint folder.
-            names: tensor names of the three parts, as in `EXPERT_NAMES`; by default those of the `model_type` in
-                the folder's config.json, and the quantisation that it names.
+            names: tensor names of the three parts, as in `families.Family.tensors`; by default those of the
+                `model_type` in the folder's config.json, and the quantisation that it names.
 
         Raises:
             MoexpError: a shard is missing or not as long as its header says, an expert is incomplete, or experts are
                 quantised in a way that is not supported.
         """
-        folder = Path(folder)
-        coding = None
+        folder, coding = Path(folder), None
         if names is None:
             names, coding = stored_as(folder)
-        files = checkpoint_files(folder)
-        tensors: dict[str, _Tensor] = {}
-        for number, file in enumerate(files):
-            for name, entry in read_header(file).items():
-                begin, end = entry["data_offsets"]
-                tensors[name] = _Tensor(number, begin, end, entry["dtype"], tuple(entry["shape"]))
+        tensors = list_tensors(folder)
         if any(name.endswith((".qweight", ".qzeros")) for name in tensors):
             raise unsupported_quantisation("packed integers (qweight)", folder)
-        found, tensor_names = _find(tensors, coding.tensors if coding else names)
-        if not found:
+        names = coding.tensors if coding else names
+        experts, tensor_names = _by_expert(tensors, names)
+        if not experts:
             raise MoexpError("no routed expert in the checkpoint", where=str(folder), valid=", ".join(names.values()))
-        if coding is not None:
-            coded = {key: _locate_coded(folder, key, parts, coding) for key, parts in found.items()}
-            return cls(files, {}, torch.bfloat16, tensor_names, coding, coded)
-        dtypes = {tensor.dtype for parts in found.values() for tensor in parts.values()}
-        if len(dtypes) > 1 or not dtypes <= set(DTYPES):
-            raise MoexpError(
-                f"experts stored as {', '.join(sorted(dtypes))}",
-                where=str(folder),
-                valid=f"one of {', '.join(DTYPES)}",
-            )
+        dtypes = {tensor.dtype for parts in experts.values() for tensor in parts.values()}
+        if coding is None and (len(dtypes) > 1 or not dtypes <= set(DTYPES)):
+            what, valid = f"experts stored as {', '.join(sorted(dtypes))}", f"one of {', '.join(DTYPES)}"
+            raise MoexpError(what, where=str(folder), valid=valid)
+        files = checkpoint_files(folder)
+        numbers = {file: number for number, file in enumerate(files)}
         locations = {}
-        for (layer, expert), parts in found.items():
-            _check_complete(folder, (layer, expert), parts, {part: names[part] for part in PARTS})
-            locations[layer, expert] = _locate(folder, f"layer {layer}, expert {expert}", parts)
-        return cls(files, locations, DTYPES[dtypes.pop()], tensor_names)
+        for (layer, expert), parts in experts.items():
+            for part, name in names.items():
+                if part not in parts:
+                    missing = name.format(layer=layer, expert=expert)
+                    raise MoexpError(f"tensor {missing} is missing", where=str(folder))
+            try:
+                width, hidden = _plain_shape(parts) if coding is None else _coded_shape(parts, coding)
+            except MoexpError as error:
+                what = f"layer {layer}, expert {expert}: {error.what}"
+                raise MoexpError(what, where=str(folder), valid=error.valid) from None
+            locations[layer, expert] = ExpertLocation(*_merge(parts, numbers), width, hidden)
+        return cls(files, locations, torch.bfloat16 if coding else DTYPES[dtypes.pop()], tensor_names, coding)
 
 
-def _find(
-    tensors: Mapping[str, _Tensor], names: Mapping[str, str]
-) -> tuple[dict[ExpertKey, dict[str, _Tensor]], frozenset[str]]:
+def _by_expert(
+    tensors: Mapping[str, StoredTensor], names: Mapping[str, str]
+) -> tuple[dict[ExpertKey, dict[str, StoredTensor]], frozenset[str]]:
     """Each expert's tensors, and the names of them all. Where a layer's experts share a tensor, each has its part."""
-    found: dict[ExpertKey, dict[str, _Tensor]] = {}
+    experts: dict[ExpertKey, dict[str, StoredTensor]] = {}
     tensor_names = []
     patterns = {part: _pattern(name) for part, name in names.items()}
     for name, tensor in tensors.items():
@@ -248,91 +208,11 @@ def _find(
             tensor_names.append(name)
             layer = int(match["layer"])
             if "expert" in pattern.groupindex:
-                found.setdefault((layer, int(match["expert"])), {})[part] = tensor
+                experts.setdefault((layer, int(match["expert"])), {})[part] = tensor
                 continue
-            count = tensor.shape[0]
-            step = (tensor.stop - tensor.start) // count
-            for expert in range(count):
-                start = tensor.start + expert * step
-                one = _Tensor(tensor.file, start, start + step, tensor.dtype, tensor.shape[1:])
-                found.setdefault((layer, expert), {})[part] = one
-    return found, frozenset(tensor_names)
-
-
-def _check_complete(folder: Path, key: ExpertKey, parts: Mapping[str, _Tensor], names: Mapping[str, str]) -> None:
-    for part, name in names.items():
-        if part not in parts:
-            raise MoexpError(f"tensor {name.format(layer=key[0], expert=key[1])} is missing", where=str(folder))
-
-
-def checkpoint_files(folder: Path | str) -> tuple[Path, ...]:
-    """The safetensors files of a checkpoint folder, sorted by name.
-
-    Raises:
-        MoexpError: there is none, the index cannot be read, or a shard that it names is missing.
-    """
-    folder = Path(folder)
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise MoexpError("unreadable shard index", where=str(index), valid="JSON with a weight_map") from error
-    else:
-        shards = ["model.safetensors"]
-    for shard in shards:
-        if not (folder / shard).is_file():
-            raise MoexpError(
-                f"shard {shard} is missing",
-                where=str(folder),
-                valid="model.safetensors, or an index and all its shards",
-            )
-    return tuple(folder / shard for shard in shards)
-
-
-def read_header(file: Path) -> dict[str, dict]:
-    """Tensors of a safetensors file: name -> {dtype, shape, data_offsets}, offsets counted from the file's start.
-
-    Raises:
-        MoexpError: the file is no safetensors file, or is shorter or longer than its header says.
-    """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        prefix = stream.read(8)
-        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        if length > size - 8:
-            raise MoexpError(f"shard {file.name} is cut within its header or is no safetensors file", where=str(file))
-        try:
-            header = json.loads(stream.read(length))
-            header.pop("__metadata__", None)
-            data = 8 + length
-            for entry in header.values():
-                begin, end = entry["data_offsets"]
-                entry["data_offsets"] = (data + begin, data + end)
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise MoexpError(f"shard {file.name} has an unreadable header", where=str(file)) from error
-    expected = max((entry["data_offsets"][1] for entry in header.values()), default=data)
-    if size != expected:
-        raise MoexpError(f"shard {file.name} has {size} bytes where its header says {expected}", where=str(file))
-    return header
-
-
-def header_bytes(entries: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """What stands before the data of a safetensors file.
-
-    Args:
-        entries: tensors, name -> {dtype, shape, data_offsets}, offsets counted from the data's start.
-    """
-    text = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
-
-
-def iter_parts(at: ExpertLocation) -> Iterator[tuple[Part, tuple[int, int]]]:
-    """The three parts in the order gate, up, down, each with its shape."""
-    yield at.gate, (at.width, at.hidden)
-    yield at.up, (at.width, at.hidden)
-    yield at.down, (at.hidden, at.width)
+            for expert in range(tensor.shape[0]):
+                experts.setdefault((layer, expert), {})[part] = tensor.part(expert)
+    return experts, frozenset(tensor_names)
 
 
 def _pattern(name: str) -> re.Pattern[str]:
@@ -342,46 +222,39 @@ def _pattern(name: str) -> re.Pattern[str]:
     return re.compile(escaped)
 
 
-def _locate(folder: Path, which: str, parts: Mapping[str, _Tensor]) -> ExpertLocation:
+def _plain_shape(parts: Mapping[str, StoredTensor]) -> tuple[int, int]:
+    """(I, H) of an expert of three plain matrices."""
     gate, up, down = (parts[part].shape for part in PARTS)
     if len(gate) != 2 or up != gate or down != gate[::-1]:
-        raise MoexpError(
-            f"{which}: shapes gate {list(gate)}, up {list(up)}, down {list(down)}",
-            where=str(folder),
-            valid="[I, H], [I, H], [H, I]",
-        )
-    ranges, placed = _merge(parts)
-    return ExpertLocation(ranges, placed["gate"], placed["up"], placed["down"], gate[0], gate[1])
+        what = f"shapes gate {list(gate)}, up {list(up)}, down {list(down)}"
+        raise MoexpError(what, valid="[I, H], [I, H], [H, I]")
+    return gate[0], gate[1]
 
 
-def _merge(parts: Mapping[str, _Tensor]) -> tuple[tuple[ByteRange, ...], dict[str, Part]]:
-    """Byte ranges of an expert's tensors, in file order, touching ones merged, and each tensor's place in them."""
-    ranges: list[ByteRange] = []
-    placed: dict[str, Part] = {}
-    for part, tensor in sorted(parts.items(), key=lambda item: (item[1].file, item[1].start)):
-        if ranges and ranges[-1].file == tensor.file and ranges[-1].stop == tensor.start:
-            ranges[-1] = ByteRange(tensor.file, ranges[-1].start, tensor.stop)
-        else:
-            ranges.append(ByteRange(tensor.file, tensor.start, tensor.stop))
-        placed[part] = Part(len(ranges) - 1, tensor.start - ranges[-1].start)
-    return tuple(ranges), placed
-
-
-def _locate_coded(folder: Path, key: ExpertKey, parts: Mapping[str, _Tensor], coding: Coding) -> CodedLocation:
-    _check_complete(folder, key, parts, coding.tensors)
-    which = f"layer {key[0]}, expert {key[1]}"
+def _coded_shape(parts: Mapping[str, StoredTensor], coding: Coding) -> tuple[int, int]:
+    """(I, H) of an expert that is decoded on arrival."""
     for part, tensor in parts.items():
         if tensor.dtype not in coding.stored[part]:
-            raise MoexpError(
-                f"{which}: {part} is stored as {tensor.dtype}", where=str(folder), valid=", ".join(coding.stored[part])
-            )
-    geometry = coding.shapes({part: tensor.shape for part, tensor in parts.items()})
+            raise MoexpError(f"{part} is stored as {tensor.dtype}", valid=", ".join(coding.stored[part]))
+    geometry = coding.shapes(shapes_of(parts))
     if geometry is None:
         shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in sorted(parts.items()))
-        raise MoexpError(f"{which}: shapes {shapes} do not fit together as {coding.name}", where=str(folder))
-    ranges, placed = _merge(parts)
-    stored = {
-        part: StoredPart(at.range, at.offset, parts[part].shape, STORED_DTYPES[parts[part].dtype])
-        for part, at in placed.items()
-    }
-    return CodedLocation(ranges, stored, *geometry)
+        raise MoexpError(f"shapes {shapes} do not fit together as {coding.name}")
+    return geometry
+
+
+def _merge(
+    parts: Mapping[str, StoredTensor], numbers: Mapping[Path, int]
+) -> tuple[tuple[ByteRange, ...], dict[str, Part]]:
+    """Byte ranges of an expert's tensors, in file order, touching ones merged, and each tensor's offset in them."""
+    ranges: list[ByteRange] = []
+    located: dict[str, Part] = {}
+    for part, tensor in sorted(parts.items(), key=lambda item: (numbers[item[1].file], item[1].start)):
+        file = numbers[tensor.file]
+        if ranges and ranges[-1].file == file and ranges[-1].stop == tensor.start:
+            ranges[-1] = ByteRange(file, ranges[-1].start, tensor.stop)
+        else:
+            ranges.append(ByteRange(file, tensor.start, tensor.stop))
+        offset = tensor.start - ranges[-1].start
+        located[part] = Part(len(ranges) - 1, offset, tensor.shape, STORED_DTYPES[tensor.dtype])
+    return tuple(ranges), located

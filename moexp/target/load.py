@@ -9,22 +9,21 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.modeling_utils import PreTrainedModel
 
 from moexp.base.errors import MoexpError
-from moexp.target.coding import SCALE, dequantise_fp8, fp8_block
-from moexp.target.experts import ExpertIndex, checkpoint_files, read_header
+from moexp.target.coding import fp8_block
+from moexp.target.experts import ExpertIndex
 from moexp.target.families import Family, family_of
 from moexp.target.pack_format import is_packed, read_index, read_manifest
+from moexp.target.shards import checkpoint_files, list_tensors, read_header, read_tensors
 from moexp.target.spec import MoESpec
 from moexp.target.tokenizer import load_tokenizer
 
@@ -182,29 +181,18 @@ def _load_weights(model: PreTrainedModel, folder: Path, index: ExpertIndex, dtyp
     """Read everything but the routed experts, and check that nothing is left on `meta` that should not be."""
     wanted = {name for name in model.state_dict() if ".mlp.experts." not in name}
     keep_fp32 = _fp32_pattern(model, dtype)
-    renames = family_of(model.config.model_type).renames
-    state: dict[str, Tensor] = {}
-    files = {file: list(read_header(file)) for file in checkpoint_files(folder)}
-    places = {stored: file for file, names in files.items() for stored in names}
-    for file, names in files.items():
-        with safe_open(file, "pt", device=device) as shard:  # one at a time: what is mapped may count as memory
-            for stored in names:
-                name = stored
-                for theirs, ours in renames:
-                    name = name.replace(theirs, ours)
-                # Checkpoints carry layers that the model does not run (multi-token prediction): leave them out.
-                if name not in wanted or stored in index.tensor_names:
-                    continue
-                tensor = shard.get_tensor(stored)
-                kept = torch.float32 if keep_fp32(name) else dtype
-                if tensor.dtype == torch.float8_e4m3fn:
-                    scales = _scales(stored + SCALE, places, device)
-                    state[name] = _dequantised(stored, tensor, scales, model.config, kept)
-                elif tensor.is_floating_point():
-                    # A copy: what `get_tensor` gives may be a view of the mapped file.
-                    state[name] = tensor.to(kept, copy=True)
-                else:
-                    state[name] = tensor
+    stored = list_tensors(folder)
+    entries = {_renamed(name, model): entry for name, entry in stored.items() if name not in index.tensor_names}
+    # Checkpoints carry layers that the model does not run (multi-token prediction): leave them out.
+    names = [name for name in entries if name in wanted]
+    quantised = getattr(model.config, "quantization_config", None) or {}
+    state = read_tensors(
+        entries,
+        names,
+        lambda name: torch.float32 if keep_fp32(name) else dtype,
+        device=device,
+        fp8_block=fp8_block(quantised),
+    )
     model.load_state_dict(state, strict=False, assign=True)
     model.tie_weights()
     absent = [name for name, tensor in model.state_dict().items() if tensor.is_meta and ".mlp.experts." not in name]
@@ -214,22 +202,11 @@ def _load_weights(model: PreTrainedModel, folder: Path, index: ExpertIndex, dtyp
         )
 
 
-def _scales(name: str, places: Mapping[str, Path], device: str) -> Tensor:
-    """The scales of an FP8 matrix; they may be in another shard than it is."""
-    if name not in places:
-        raise MoexpError(f"tensor {name} is missing", valid="fp8 weights with a scale a block")
-    with safe_open(places[name], "pt", device=device) as shard:
-        return shard.get_tensor(name)
-
-
-def _dequantised(name: str, weight: Tensor, scales: Tensor, config: Any, dtype: torch.dtype) -> Tensor:
-    """A resident FP8 matrix in the type that it is computed in."""
-    rows, columns = fp8_block(getattr(config, "quantization_config", None) or {})
-    if scales.shape != (-(-weight.shape[0] // rows), -(-weight.shape[1] // columns)):
-        raise MoexpError(f"{name + SCALE} is {list(scales.shape)}", valid=f"one scale a block of {rows} x {columns}")
-    plain = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    dequantise_fp8(weight, scales, plain, (rows, columns))
-    return plain
+def _renamed(name: str, model: PreTrainedModel) -> str:
+    """A checkpoint's name of a tensor as transformers' model has it."""
+    for stored, used in family_of(model.config.model_type).renames:
+        name = name.replace(stored, used)
+    return name
 
 
 def _fp32_pattern(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:

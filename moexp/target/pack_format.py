@@ -22,7 +22,7 @@ import xxhash
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from moexp.base.errors import MoexpError
-from moexp.target.experts import ByteRange, ExpertIndex, ExpertKey, ExpertLocation, Part
+from moexp.target.experts import ByteRange, ExpertIndex, ExpertKey, ExpertLocation
 
 MANIFEST = "moexp_pack.json"
 CONFIG_KEY = "moexp_pack"
@@ -131,19 +131,19 @@ def check_quant(quant: str) -> None:
 class PackedIndex(ExpertIndex):
     """Where the experts of a packed checkpoint are.
 
-    `locations` give each expert's record; its parts are offsets in whatever form the experts are packed in. Read them
-    through the stores.
+    `locations` give each expert's record, which has no parts: read it through the stores.
 
     Attributes:
         manifest: of the pack.
         stored_bytes: that bringing in an expert moves.
+        down_offset: byte of a record where the down matrix starts.
     """
 
     def __init__(self, folder: Path, manifest: PackManifest) -> None:
         self.manifest = manifest
         self.stored_bytes = manifest.record_bytes
         dtype, hidden, width = _DTYPES[manifest.dtype], manifest.hidden, manifest.width
-        one = data_bytes(manifest.quant, dtype, width, hidden)
+        self.down_offset = data_bytes(manifest.quant, dtype, 2 * width, hidden)
         length = content_bytes(manifest.quant, dtype, hidden, width, manifest.biased)
         layers = sorted(manifest.checksums)
         locations: dict[ExpertKey, ExpertLocation] = {}
@@ -151,9 +151,7 @@ class PackedIndex(ExpertIndex):
             for expert in range(len(manifest.checksums[layer])):
                 start = expert * manifest.record_bytes
                 span = ByteRange(number, start, start + length)
-                locations[layer, expert] = ExpertLocation(
-                    (span,), Part(0, 0), Part(0, one), Part(0, 2 * one), width, hidden
-                )
+                locations[layer, expert] = ExpertLocation((span,), {}, width, hidden)
         files = tuple(folder / layer_file(layer) for layer in layers)
         super().__init__(files, locations, dtype, frozenset())
 
@@ -233,8 +231,8 @@ def stored_bytes(index: ExpertIndex) -> int:
     """
     if isinstance(index, PackedIndex):
         return index.stored_bytes
-    if index.coded:
-        return max(sum(span.length for span in at.ranges) for at in index.coded.values())
+    if index.coding is not None:
+        return max(sum(span.length for span in at.ranges) for at in index.locations.values())
     return index.expert_bytes
 
 

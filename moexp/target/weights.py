@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moexp.target.experts import checkpoint_files, read_header
 from moexp.target.pack_format import PackedIndex, read_index
+from moexp.target.shards import list_tensors
 
 
 def weight_sizes(folder: Path | str) -> dict[str, int]:
@@ -18,11 +18,7 @@ def weight_sizes(folder: Path | str) -> dict[str, int]:
         MoexpError: see `ExpertIndex.from_checkpoint`.
     """
     index = read_index(folder)
-    sizes: dict[str, int] = {}
-    for file in checkpoint_files(folder):
-        for name, entry in read_header(file).items():
-            begin, end = entry["data_offsets"]
-            sizes[name] = end - begin
+    sizes = {name: tensor.stop - tensor.start for name, tensor in list_tensors(Path(folder)).items()}
     rest = sum(size for name, size in sizes.items() if name not in index.tensor_names)
     routed = sum(sizes.values()) - rest
     if isinstance(index, PackedIndex):

@@ -41,15 +41,16 @@ class Moexp:
 
     def __init__(self, model: str, threads: int, io_threads: int) -> None:
         from moexp.base.compute import prepare
-        from moexp.runtime.engine.engine import AR
+        from moexp.runtime.engine.engine import AR, Block
         from moexp.runtime.engine.engine import Engine as Runtime
         from moexp.runtime.store.store import open_store
         from moexp.target.load import load_target
 
         prepare(threads)
-        self.target, self.path = load_target(model), AR
+        self.target = load_target(model)
         self.store = open_store(self.target.index, "disk", io_threads=io_threads)
         self.engine = Runtime(self.target, self.store)
+        self._logits = lambda token: self.engine.run(Block([token]), AR).logits_BV[0]
 
     def start(self, ids: Sequence[int]) -> None:
         self.engine.start(CONTEXT)
@@ -57,7 +58,7 @@ class Moexp:
 
     def step(self, token: int) -> int:
         self.store.begin_cycle()
-        return int(self.engine.step([token], self.path).logits_BV[0].argmax())
+        return int(self._logits(token).argmax())
 
     def chill(self) -> None:
         pass  # the store kept nothing, and its reads left nothing in the page cache

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from moexp.target.experts import header_bytes
+from moexp.target.shards import header_bytes
 from moexp.target.tiny import byte_tokenizer
 
 SHARD_BYTES = 2 << 30

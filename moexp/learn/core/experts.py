@@ -1,20 +1,25 @@
-"""An experts implementation for training many tiny experts: compute all of them densely and let the gates choose.
+"""MoE blocks of a transformers model in training: how experts are computed, and hooks that watch routers.
 
 Where E x I is a few thousand neurons, one wide matmul over all experts is faster on a CPU than sorting tokens into
 64 narrow groups, and its backward is exact: unchosen experts have gate zero. Registered with transformers under the
 name `masked_dense`.
 
-Shapes: T tokens, H hidden size, E experts, I expert width.
+Shapes: T tokens, H hidden size, E experts, I expert width, k experts a token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from moexp.target.families import family_of
+from moexp.target.spec import MoESpec
 
 MASKED_DENSE = "masked_dense"
 WIDEST = 4096  # neurons (E x I) up to which dense is the faster choice
@@ -46,9 +51,39 @@ def gated_matrices(experts: Any) -> tuple[Tensor, Tensor]:
 
 
 def training_implementation(num_experts: int, expert_width: int) -> str:
-    """The experts implementation to train with for this geometry; registers ours on first use."""
+    """The experts implementation to train with for this geometry; registers `masked_dense` on first use."""
     if num_experts * expert_width > WIDEST:
         return "grouped_mm"
     if MASKED_DENSE not in ALL_EXPERTS_FUNCTIONS.valid_keys():
         ALL_EXPERTS_FUNCTIONS.register(MASKED_DENSE, masked_dense_forward)
     return MASKED_DENSE
+
+
+def set_training_experts(model: Any) -> MoESpec:
+    """Sets the model to the experts implementation that suits its geometry, which it returns."""
+    spec = MoESpec.from_config(model.config)
+    model.set_experts_implementation(training_implementation(spec.num_experts, spec.expert_width))
+    return spec
+
+
+def routers(model: Any) -> dict[int, nn.Module]:
+    """The router of each MoE layer: hidden states to (logits [T, E], gates [T, k], ids [T, k])."""
+    name = family_of(model.config.model_type).router
+    layers = MoESpec.from_config(model.config).moe_layers
+    return {layer: getattr(model.model.layers[layer].mlp, name) for layer in layers}
+
+
+def by_gate(gates_Tk: Tensor, ids_Tk: Tensor) -> tuple[Tensor, Tensor]:
+    """Gates and ids by descending gate; equal gates keep their order."""
+    gates_Tk, order_Tk = gates_Tk.sort(dim=-1, descending=True, stable=True)
+    return gates_Tk, ids_Tk.gather(-1, order_Tk)
+
+
+@contextmanager
+def hooked(modules: Iterable[nn.Module], hook: Callable[..., Any], *, before: bool = False) -> Iterator[None]:
+    """Inside, `hook(module, args, output)` runs after each forward pass of the modules; `hook(module, args)` before."""
+    with ExitStack() as stack:
+        for module in modules:
+            handle = module.register_forward_pre_hook(hook) if before else module.register_forward_hook(hook)
+            stack.callback(handle.remove)
+        yield

@@ -16,8 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -27,24 +28,26 @@ from torch import Tensor, nn
 from moexp.base import ranks
 from moexp.base.atomic import new_folder, recover_folder
 from moexp.base.errors import MoexpError
+from moexp.base.progress import note_of, stage
 from moexp.learn.core.optimizers import STATE, OptimizerName, Optimizers
 
 Metrics = dict[str, float]
+OnStep = Callable[[int, Metrics], None]
+"""Called after a step with the number of steps taken and the step's metrics."""
+FINAL = 0.05  # of the peak learning rate
 REPEATED_S = 5.0  # a launcher passes on the Ctrl-C that its processes have had already
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`steps` updates; the learning rate warms up over `warmup` of them and falls by a cosine to `final` of its peak.
+    """`steps` updates; the learning rate warms up over `warmup` of them and falls by a cosine to `FINAL` of its peak.
 
-    `max_minutes` is a cap for slow machines: training then ends early, with the schedule compressed to the time
-    that is left.
+    `max_minutes` is a cap for slow machines: the schedule is compressed to that time, and training ends with it.
     """
 
     steps: int
     lr: float
     warmup: int = 20
-    final: float = 0.05
     max_minutes: float | None = None
 
     def progress(self, step: int, elapsed_s: float) -> float:
@@ -55,15 +58,70 @@ class Schedule:
     def rate(self, step: int, elapsed_s: float) -> float:
         """The learning rate of update `step` (from 0)."""
         cosine = 0.5 * (1 + math.cos(math.pi * self.progress(step, elapsed_s)))
-        return self.lr * min(1.0, (step + 1) / max(1, self.warmup)) * (self.final + (1 - self.final) * cosine)
+        return self.lr * min(1.0, (step + 1) / max(1, self.warmup)) * (FINAL + (1 - FINAL) * cosine)
+
+
+@dataclass(frozen=True)
+class Updates:
+    """How gradients change parameters.
+
+    Attributes:
+        optimizer: "muon" updates matrices by Muon, the rest by AdamW.
+        clip: largest norm of the gradient.
+        betas: AdamW's.
+        lr_scale: multiplies the learning rate of parameters whose names start with a key.
+    """
+
+    optimizer: OptimizerName = "adamw"
+    clip: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    lr_scale: Mapping[str, float] = field(default_factory=dict)
+
+    def optimizers(self, named: Mapping[str, nn.Parameter]) -> Optimizers:
+        """The optimisers of these parameters."""
+        scales = {name: next((s for key, s in self.lr_scale.items() if name.startswith(key)), 1.0) for name in named}
+        return Optimizers(named, scales, self.optimizer, self.betas)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a training is saved, and what follows it.
+
+    Attributes:
+        checkpoint: folder to resume from and to write to; None saves nothing.
+        identity: what a checkpoint belongs to; one with another identity is refused.
+        on_step: see `OnStep`.
+        checkpoint_every_s: seconds between checkpoints.
+    """
+
+    checkpoint: Path | None = None
+    identity: str = ""
+    on_step: OnStep = lambda step, metrics: None
+    checkpoint_every_s: float = 60.0
+
+
+UNSAVED = Run()
+
+
+@contextmanager
+def followed(title: str, steps: int, *shown: str, log: list[dict[str, Any]] | None = None) -> Iterator[OnStep]:
+    """Shows the progress of a training with the metrics `shown`; what it gives also adds each step to `log`."""
+    with stage(title, steps) as advance:
+
+        def on_step(step: int, metrics: Metrics) -> None:
+            advance(step, note_of(metrics, *shown))
+            if log is not None:
+                log.append({"step": step, **metrics})
+
+        yield on_step
 
 
 def batch_rows(total: int, size: int, step: int, seed: int) -> Tensor:
     """The rows of batch `step`: each epoch is a fresh seeded permutation, the tail of an epoch is dropped."""
     per_epoch = max(1, total // size)
-    epoch, place = divmod(step, per_epoch)
+    epoch, batch = divmod(step, per_epoch)
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
-    return order[place * size : (place + 1) * size]
+    return order[batch * size : (batch + 1) * size]
 
 
 def own_rows(total: int, size: int, step: int, seed: int) -> Tensor:
@@ -76,29 +134,18 @@ def own_rows(total: int, size: int, step: int, seed: int) -> Tensor:
 
 
 def train(
-    named: dict[str, nn.Parameter],
+    named: Mapping[str, nn.Parameter],
     schedule: Schedule,
     step_fn: Callable[[int], Metrics],
-    *,
-    lr_scale: dict[str, float] | None = None,
-    optimizer: OptimizerName = "adamw",
-    betas: tuple[float, float] = (0.9, 0.95),
-    clip: float = 1.0,
-    checkpoint: Path | None = None,
-    checkpoint_every_s: float = 60.0,
-    identity: str = "",
+    updates: Updates = Updates(),
+    run: Run = UNSAVED,
     extra: Mapping[str, Tensor] | None = None,
-    after_step: Callable[[int], None] = lambda step: None,
-    on_step: Callable[[int, Metrics], None] = lambda step, metrics: None,
 ) -> int:
     """Runs `step_fn` (which computes a loss and calls backward) until the schedule ends; returns the steps taken.
 
     Args:
-        named: the trainable parameters. `lr_scale` multiplies the rate of names that start with a key.
-        optimizer: "muon" updates matrices by Muon; `betas` are AdamW's.
-        checkpoint: folder to resume from and to write to; `identity` must match the one it was written with.
+        named: the trainable parameters.
         extra: tensors that steps change besides the parameters; saved and restored with them.
-        after_step: called after each optimiser update; on_step: called with the step's metrics.
 
     Ctrl-C takes effect at the end of a step, with a checkpoint; a second one takes effect at once, without.
 
@@ -110,10 +157,8 @@ def train(
     Raises:
         MoexpError: the checkpoint belongs to another run.
     """
-    scales = {name: next((s for key, s in (lr_scale or {}).items() if name.startswith(key)), 1.0) for name in named}
-    updates = Optimizers(named, scales, optimizer, betas)
-    extra = extra or {}
-    step, before_s = (0, 0.0) if checkpoint is None else _resume(checkpoint, updates, extra, identity)
+    optimizers, extra = updates.optimizers(named), extra or {}
+    step, before_s = _resume(run, optimizers, extra)
     ranks.take_main([*named.values(), *extra.values()])
     started = saved = time.monotonic()
 
@@ -121,25 +166,25 @@ def train(
         return before_s + time.monotonic() - started
 
     def save() -> None:
-        if checkpoint is not None and ranks.is_main():
-            _save(checkpoint, updates, extra, step, elapsed_s(), identity)
+        if run.checkpoint is not None and ranks.is_main():
+            header = {"step": step, "elapsed_s": elapsed_s(), "identity": run.identity}
+            _save(run.checkpoint, header, optimizers, extra)
         ranks.barrier()
 
     with _interrupt_noted() as interrupted:
         while step < schedule.steps and schedule.progress(step, now_s := ranks.from_main(elapsed_s())) < 1.0:
             rate = schedule.rate(step, now_s)
             metrics = _joined(named, step_fn(step))
-            norm = float(nn.utils.clip_grad_norm_(named.values(), clip))
+            norm = float(nn.utils.clip_grad_norm_(named.values(), updates.clip))
             if math.isfinite(norm):  # a batch that overflows is dropped, not learned from
-                updates.step(rate)
-            updates.clear()
-            after_step(step)
+                optimizers.step(rate)
+            optimizers.clear()
             step += 1
-            on_step(step, {**metrics, "lr": rate, "grad_norm": norm, "elapsed_s": elapsed_s()})
+            run.on_step(step, {**metrics, "lr": rate, "grad_norm": norm, "elapsed_s": elapsed_s()})
             if ranks.any_of(interrupted()):
                 save()
                 raise KeyboardInterrupt
-            if ranks.from_main(time.monotonic() - saved > checkpoint_every_s):
+            if ranks.from_main(time.monotonic() - saved > run.checkpoint_every_s):
                 save()
                 saved = time.monotonic()
     return step
@@ -149,19 +194,15 @@ def _joined(named: Mapping[str, nn.Parameter], metrics: Metrics) -> Metrics:
     """Averages the gradients over the processes in place; gives the mean of their metrics."""
     if ranks.world() == 1:
         return metrics
-    made = {name for name, parameter in named.items() if parameter.grad is not None}
-    parts = ranks.gathered((metrics, made))
-    wanted = [name for name in named if any(name in each for _, each in parts)]
-    grads = [_gradient(named[name]) for name in wanted]
-    ranks.average(grads)
+    parts = ranks.gathered((metrics, {name for name, parameter in named.items() if parameter.grad is not None}))
+    learned = set().union(*(names for _, names in parts))
+    gradients = []
+    for parameter in (parameter for name, parameter in named.items() if name in learned):
+        if parameter.grad is None:  # this process's rows gave none, but another's did
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
+    ranks.average(gradients)
     return {name: sum(each[name] for each, _ in parts) / len(parts) for name in metrics}
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    """The gradient; zeros where this process's rows gave none but another's did."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
 
 
 @contextmanager
@@ -179,60 +220,49 @@ def _interrupt_noted() -> Iterator[Callable[[], bool]]:
         noted = time.monotonic()
         print("\nstopping after this step (Ctrl-C again: at once)", file=sys.stderr)
 
-    # Only the main thread may do this, and who runs us in the background may have it ignored.
-    mine = threading.current_thread() is threading.main_thread() and callable(before)
-    if mine:
+    # Only the main thread may do this, and a process in the background may have the signal ignored.
+    handles = threading.current_thread() is threading.main_thread() and callable(before)
+    if handles:
         signal.signal(signal.SIGINT, note)
     try:
         yield lambda: noted is not None
     finally:
-        if mine:
+        if handles:
             signal.signal(signal.SIGINT, before)
 
 
-def _save(
-    folder: Path,
-    updates: Optimizers,
-    extra: Mapping[str, Tensor],
-    step: int,
-    elapsed_s: float,
-    identity: str,
-) -> None:
-    tensors: dict[str, Tensor] = {f"extra.{name}": tensor.detach().contiguous() for name, tensor in extra.items()}
-    for name, parameter in updates.named.items():
-        tensors[f"parameter.{name}"] = parameter.detach().contiguous()
-        for key, value in updates.state(name).items():
-            tensors[f"{key}.{name}"] = value.contiguous()
-    header = {"step": step, "elapsed_s": elapsed_s, "identity": identity}
-
+def _save(folder: Path, header: dict[str, Any], optimizers: Optimizers, extra: Mapping[str, Tensor]) -> None:
+    tensors = {f"extra.{name}": tensor for name, tensor in extra.items()}
+    for name, parameter in optimizers.named.items():
+        tensors[f"parameter.{name}"] = parameter
+        tensors |= {f"{key}.{name}": value for key, value in optimizers.state(name).items()}
     with new_folder(folder) as temp:
-        save_file(tensors, temp / "state.safetensors")
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temp / "state.safetensors")
         (temp / "state.json").write_text(json.dumps(header))
 
 
-def _resume(
-    folder: Path,
-    updates: Optimizers,
-    extra: Mapping[str, Tensor],
-    identity: str,
-) -> tuple[int, float]:
+def _resume(run: Run, optimizers: Optimizers, extra: Mapping[str, Tensor]) -> tuple[int, float]:
+    """Steps and seconds of the checkpoint, whose tensors are taken over; (0, 0.0) where there is none."""
+    folder = run.checkpoint
+    if folder is None:
+        return 0, 0.0
     ranks.on_main(lambda: recover_folder(folder))
     if not (folder / "state.json").exists():
         return 0, 0.0
     header = json.loads((folder / "state.json").read_text())
-    if header["identity"] != identity:
+    if header["identity"] != run.identity:
         raise MoexpError(
             "the checkpoint was written by another run",
             where=str(folder),
-            valid=f"identity {identity}, or another --out",
+            valid=f"identity {run.identity}, or another --out",
         )
     with safe_open(folder / "state.safetensors", "pt") as saved, torch.no_grad():
         keys = set(saved.keys())
         for name, tensor in extra.items():
             tensor.copy_(saved.get_tensor(f"extra.{name}"))
-        for name, parameter in updates.named.items():
+        for name, parameter in optimizers.named.items():
             parameter.copy_(saved.get_tensor(f"parameter.{name}"))
             state = {key: saved.get_tensor(f"{key}.{name}") for key in STATE if f"{key}.{name}" in keys}
             if state:
-                updates.restore(name, state)
+                optimizers.restore(name, state)
     return int(header["step"]), float(header["elapsed_s"])

@@ -7,6 +7,7 @@ as AdamW's: the same learning rates serve both.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,13 +16,11 @@ from torch import Tensor, nn
 OptimizerName = Literal["adamw", "muon"]
 STATE = ("exp_avg", "exp_avg_sq", "step", "momentum_buffer")
 """What an optimiser keeps of a parameter."""
-
-
 VOCABULARY = ("embed_tokens", "lm_head")
 
 
 class Optimizers:
-    """Updates named parameters, and gives or takes back what it keeps of each by name.
+    """Updates named parameters; saves and restores what it keeps of each.
 
     Args:
         named: the parameters.
@@ -39,30 +38,18 @@ class Optimizers:
         betas: tuple[float, float],
     ) -> None:
         self.named = named
-        matrices = {
-            name
-            for name, parameter in named.items()
-            if kind == "muon" and parameter.ndim == 2 and not any(part in name for part in VOCABULARY)
-        }
-        parts: list[tuple[Any, list[str]]] = []
-        if matrices:
-            settings: dict[str, Any] = {"weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}
-            names = [name for name in named if name in matrices]
-            parts.append((torch.optim.Muon(self._groups(names, scales), **settings), names))
-        rest = [name for name in named if name not in matrices]
-        if rest:
-            parts.append(
-                (torch.optim.AdamW(self._groups(rest, scales), betas=betas, weight_decay=0.0, fused=True), rest)
-            )
-        self.parts = [optimizer for optimizer, _ in parts]
-        self.owner = {name: optimizer for optimizer, names in parts for name in names}
-
-    def _groups(self, names: list[str], scales: Mapping[str, float]) -> list[dict[str, Any]]:
-        return [{"params": [self.named[name]], "scale": scales[name]} for name in names]
+        matrices = {name for name, parameter in named.items() if kind == "muon" and _is_matrix(name, parameter)}
+        muon: Any = partial(torch.optim.Muon, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+        adamw: Any = partial(torch.optim.AdamW, betas=betas, weight_decay=0.0, fused=True)
+        self._owners: dict[str, torch.optim.Optimizer] = {}
+        for names, build in ((matrices, muon), (named.keys() - matrices, adamw)):
+            groups = [{"params": [named[name]], "scale": scales[name]} for name in named if name in names]
+            if groups:
+                self._owners |= dict.fromkeys(names, build(groups))
 
     def step(self, rate: float) -> None:
         """One update at this learning rate."""
-        for optimizer in self.parts:
+        for optimizer in set(self._owners.values()):
             for group in optimizer.param_groups:
                 group["lr"] = rate * group["scale"]
             optimizer.step()
@@ -74,9 +61,13 @@ class Optimizers:
 
     def state(self, name: str) -> dict[str, Tensor]:
         """What is kept of a parameter; empty before its first update."""
-        kept = self.owner[name].state.get(self.named[name], {})
-        return {key: kept[key] for key in STATE if key in kept}
+        state = self._owners[name].state.get(self.named[name], {})
+        return {key: state[key] for key in STATE if key in state}
 
     def restore(self, name: str, state: dict[str, Tensor]) -> None:
-        """Puts back what `state` gave."""
-        self.owner[name].state[self.named[name]] = state
+        """Takes over what `state` gave."""
+        self._owners[name].state[self.named[name]] = state
+
+
+def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim == 2 and not any(part in name for part in VOCABULARY)

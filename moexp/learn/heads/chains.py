@@ -8,13 +8,12 @@ training meets what decoding meets (EAGLE-3's training-time test).
 Published training code masks one true pair more at each step (t at step 1, then t - 1, and so on), which a drafter's
 cache does hold; here the mask is the drafter's.
 
-Shape suffixes: B rows, L tokens a row, n = L - 1 true pairs, R roots a row, K pairs seen, F, H as in `draft_head`,
-V vocabulary.
+Shape suffixes: B rows, L tokens a row, n = L - 1 true pairs, R roots a row, K pairs seen, F, H as in
+`moexp.target.heads.head`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +21,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from moexp.learn.core.experts import training_implementation
+from moexp.learn.core.experts import hooked, set_training_experts
 from moexp.target.heads.head import DraftHead, TapeCache
-from moexp.target.spec import MoESpec
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Seen:
 
 
 class TargetPass:
-    """Runs the frozen target over rows and keeps what a head reads of it.
+    """Runs the frozen target over rows and gives what a head reads of it.
 
     Args:
         model: causal language model with its experts in memory; frozen, and set to an experts implementation that
@@ -51,30 +49,23 @@ class TargetPass:
 
     def __init__(self, model: PreTrainedModel, feature_layers: tuple[int, ...]) -> None:
         self.model, self.feature_layers = model, feature_layers
-        spec = MoESpec.from_config(model.config)
-        model.set_experts_implementation(training_implementation(spec.num_experts, spec.expert_width))
+        set_training_experts(model)
         model.eval().requires_grad_(False)
 
     @torch.no_grad()
     def __call__(self, rows_BL: Tensor, cache: DynamicCache | None = None) -> Seen:
         """One pass over rows of token ids; `cache` keeps the keys for passes behind it."""
-        kept: dict[int, Tensor] = {}
+        outputs: dict[torch.nn.Module, Tensor] = {}
+
+        def keep(layer: torch.nn.Module, _args: Any, output: Any) -> None:
+            outputs[layer] = output[0] if isinstance(output, tuple) else output
+
         base: Any = self.model.model
-        handles = [base.layers[n].register_forward_hook(_keep(kept, n)) for n in sorted(set(self.feature_layers))]
-        try:
+        layers = [base.layers[n] for n in self.feature_layers]
+        with hooked(set(layers), keep):
             final_BLH = base(input_ids=rows_BL, cache=cache, use_cache=cache is not None).last_hidden_state
-        finally:
-            for handle in handles:
-                handle.remove()
-        features = [kept[n] for n in self.feature_layers]
+        features = [outputs[layer] for layer in layers]
         return Seen(torch.cat(features, dim=-1) if features else final_BLH, final_BLH)
-
-
-def _keep(kept: dict[int, Tensor], layer: int) -> Callable[..., None]:
-    def hook(_module: torch.nn.Module, _args: Any, output: Any) -> None:
-        kept[layer] = output[0] if isinstance(output, tuple) else output
-
-    return hook
 
 
 class Chains:
@@ -124,5 +115,5 @@ def tokens_at_step(rows_BL: Tensor, step: int) -> Tensor:
     """The text's tokens for step `step` of the chains from all n roots: token t + 1 + step of root t; behind the end
     of a row (its last `step` roots) the last token, which is not to be counted.
     """
-    places = torch.arange(1, rows_BL.shape[1], device=rows_BL.device) + step
-    return rows_BL[:, places.clamp_max(rows_BL.shape[1] - 1)]
+    position_n = torch.arange(1, rows_BL.shape[1], device=rows_BL.device) + step
+    return rows_BL[:, position_n.clamp_max(rows_BL.shape[1] - 1)]

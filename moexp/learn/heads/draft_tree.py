@@ -1,8 +1,7 @@
 """Draft trees from many roots of a batch at once, and what they are worth under the target: for training on trees.
 
-Growing follows the decoding policy: at each level the children of all nodes compete, the `width` of most path
-probability stay, and of all nodes the `budget` best are kept at the end (equal scores: the parent first, so what is
-kept hangs together). Nodes are drafted tokens; the root, a token that is known, is not among them.
+Growing follows the decoding policy: at each level the children of all nodes compete, and the `width` of most path
+probability stay. Nodes are drafted tokens; the root, a token that is known, is not among them.
 
 Shape suffixes: B rows, L tokens a row, n true pairs, R roots a row, W width, N = W x depth nodes, T nodes of a target
 step, K keys it sees, H hidden size, D draft vocabulary, V vocabulary.
@@ -10,7 +9,7 @@ step, K keys it sees, H hidden size, D draft vocabulary, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ class Trees:
         parents_BRN: node number of the parent, -1 for the root.
         ancestors_BRNN: bool, [.., i, j] where j is on the path to i or is i.
         scores_BRN: log of the path's probability under the head.
-        kept_BRN: bool, what is left after pruning.
         depths_N: level of a node, from 1.
     """
 
@@ -39,29 +37,21 @@ class Trees:
     parents_BRN: Tensor
     ancestors_BRNN: Tensor
     scores_BRN: Tensor
-    kept_BRN: Tensor
     depths_N: Tensor
 
-    def with_roots_of(self, other: Trees) -> Trees:
+    def with_roots_from(self, other: Trees) -> Trees:
         """The trees of both, side by side along R."""
-        return Trees(
-            tokens_BRN=torch.cat([self.tokens_BRN, other.tokens_BRN], dim=1),
-            parents_BRN=torch.cat([self.parents_BRN, other.parents_BRN], dim=1),
-            ancestors_BRNN=torch.cat([self.ancestors_BRNN, other.ancestors_BRNN], dim=1),
-            scores_BRN=torch.cat([self.scores_BRN, other.scores_BRN], dim=1),
-            kept_BRN=torch.cat([self.kept_BRN, other.kept_BRN], dim=1),
-            depths_N=self.depths_N,
-        )
+        names = ("tokens_BRN", "parents_BRN", "ancestors_BRNN", "scores_BRN")
+        return replace(self, **{name: torch.cat([getattr(self, name), getattr(other, name)], dim=1) for name in names})
 
 
 @torch.no_grad()
-def grow_trees(chains: Chains, *, depth: int, width: int, budget: int | None = None) -> Trees:
+def grow_trees(chains: Chains, *, depth: int, width: int) -> Trees:
     """Drafts a tree from every root of chains that stand at step 0.
 
     Args:
         depth: levels.
         width: nodes that stay at each level, and children that a node proposes.
-        budget: nodes to keep of each tree; None keeps all.
     """
     head, cache = chains.head, chains.cache.fork()
     batch, roots = chains.hidden.shape[:2]
@@ -93,15 +83,11 @@ def grow_trees(chains: Chains, *, depth: int, width: int, budget: int | None = N
         scores.append(score_BRW)
         above.append(above_BRWN)
     nodes = depth * width
-    scores_BRN = torch.cat(scores, dim=2)
-    order_BRN = scores_BRN.argsort(dim=2, descending=True, stable=True)
-    kept_BRN = torch.zeros_like(scores_BRN, dtype=torch.bool).scatter(2, order_BRN[..., : budget or nodes], True)
     return Trees(
         tokens_BRN=torch.cat(tokens, dim=2),
         parents_BRN=torch.cat(parents, dim=2),
         ancestors_BRNN=torch.cat([F.pad(part, (0, nodes - part.shape[-1])) for part in above], dim=2),
-        scores_BRN=scores_BRN,
-        kept_BRN=kept_BRN,
+        scores_BRN=torch.cat(scores, dim=2),
         depths_N=torch.arange(1, depth + 1, device=token_BRW.device).repeat_interleave(width),
     )
 
@@ -122,7 +108,7 @@ def _node_mask(roots_R: Tensor, pairs: int, above_BRWN: Tensor, width: int) -> T
 def read_target(
     model: PreTrainedModel, cache: DynamicCache, seen: Seen, roots_R: Tensor, trees: Trees
 ) -> tuple[Tensor, Tensor]:
-    """What the target says to the nodes, by one pass over all trees behind the rows it has just read.
+    """What the target gives to the nodes, by one pass over all trees behind the rows it has just read.
 
     Args:
         cache: keys of the rows, as `TargetPass` left them; extended by the trees.
@@ -168,8 +154,8 @@ def read_target(
 def tree_rewards(trees: Trees, log_p_BRN: Tensor, *, eta: float) -> tuple[Tensor, Tensor]:
     """Draft tree reward (GTO, equations 3 to 5) and expected accepted tokens of each tree.
 
-    A kept branch is worth L = the sum of its prefixes' probabilities under the target; the reward is
-    (1 / eta) log sum exp(eta L) over branches. The second value, the sum of path probabilities over all kept nodes,
+    A branch is worth L = the sum of its prefixes' probabilities under the target; the reward is
+    (1 / eta) log sum exp(eta L) over branches. The second value, the sum of path probabilities over all nodes,
     is the number of drafted tokens that verification accepts on average at temperature 1.
 
     Returns:
@@ -178,20 +164,18 @@ def tree_rewards(trees: Trees, log_p_BRN: Tensor, *, eta: float) -> tuple[Tensor
     ancestors = trees.ancestors_BRNN.to(log_p_BRN.dtype)
     path_BRN = (ancestors @ log_p_BRN[..., None])[..., 0].exp()
     worth_BRN = (ancestors @ path_BRN[..., None])[..., 0]
-    children_BRN1 = path_BRN.new_zeros(*path_BRN.shape[:2], path_BRN.shape[2] + 1)
-    children_BRN1.scatter_add_(2, trees.parents_BRN + 1, trees.kept_BRN.to(path_BRN.dtype))
-    leaf_BRN = trees.kept_BRN & (children_BRN1[..., 1:] == 0)
-    reward_BR = (eta * worth_BRN).masked_fill(~leaf_BRN, float("-inf")).logsumexp(-1) / eta
-    return reward_BR, (path_BRN * trees.kept_BRN).sum(-1)
+    is_parent_BRN = trees.ancestors_BRNN.sum(2) > 1  # a node is on its own path and on those of its children
+    reward_BR = (eta * worth_BRN).masked_fill(is_parent_BRN, float("-inf")).logsumexp(-1) / eta
+    return reward_BR, path_BRN.sum(-1)
 
 
 def accepted_paths(trees: Trees, hit_BRN: Tensor) -> tuple[Tensor, Tensor]:
-    """The longest path of kept nodes that the target itself would choose, token by token.
+    """The longest path that the target itself would choose, token by token.
 
     Returns:
         tokens_BRd (0 behind the path) and lengths_BR.
     """
-    wrong_BRN = (trees.ancestors_BRNN & ~(hit_BRN & trees.kept_BRN)[:, :, None, :]).any(-1)
+    wrong_BRN = (trees.ancestors_BRNN & ~hit_BRN[:, :, None, :]).any(-1)
     depth = int(trees.depths_N[-1])
     # Siblings are distinct tokens, so at most one node a level is right.
     tokens_BRd = (trees.tokens_BRN * ~wrong_BRN).unflatten(2, (depth, -1)).sum(-1)

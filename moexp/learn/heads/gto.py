@@ -1,4 +1,4 @@
-"""Group Tree Optimization (arXiv 2509.22134): an EAGLE-3 head goes on learning with the reward of whole draft trees.
+"""Group Tree Optimization (arXiv 2509.22134): an EAGLE-3 head goes on learning with the reward of draft trees.
 
 At groups of m adjacent positions, trees are drafted by the head M and by its frozen start M0, and one target pass
 values both. The debiased reward R = reward(M's tree) - reward(M0's tree) (equation 9) is standardised within its group
@@ -15,19 +15,16 @@ Shape suffixes: B rows, R roots a row (groups x m), d depth of the trees.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from moexp.base.errors import MoexpError
-from moexp.learn.core.loop import Metrics, own_rows
-from moexp.learn.heads.chains import Chains, Seen, TargetPass
+from moexp.learn.core.loop import Metrics
+from moexp.learn.heads.chains import Chains, Seen
 from moexp.learn.heads.draft_tree import accepted_paths, grow_trees, read_target, tree_rewards
-from moexp.learn.heads.eagle import HeadSettings, OnStep, eagle_loss, head_autocast, train_head
 from moexp.target.heads.eagle_head import EagleHead
-from moexp.target.heads.head import frozen_copy
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class TreeSettings:
     """The tree part of the loss; defaults are the paper's where it gives them.
 
     Attributes:
-        depth, width, budget: shape of the trees, as drafted in decoding (`draft_tree.grow_trees`).
+        depth, width: shape of the trees, as drafted in decoding (`draft_tree.grow_trees`).
         groups: K, groups a row.
         group: m, adjacent positions a group.
         eta: sharpness of the reward's smooth maximum over branches.
@@ -47,7 +44,6 @@ class TreeSettings:
 
     depth: int = 3
     width: int = 2
-    budget: int | None = None
     groups: int = 2
     group: int = 8
     eta: float = 1.0
@@ -63,47 +59,8 @@ class TreeSettings:
             raise MoexpError("groups of one position have no standard deviation", valid="group from 2")
 
 
-def train_gto(
-    head: EagleHead,
-    model: PreTrainedModel,
-    corpus_NL: Tensor,
-    settings: HeadSettings,
-    tree: TreeSettings,
-    *,
-    checkpoint: Path | None = None,
-    identity: str = "",
-    on_step: OnStep = lambda step, metrics: None,
-) -> int:
-    """Goes on training `head` (fp32) in place; returns the updates made. Resumes exactly.
-
-    The reference is the head as it is given: a resumed run must be given the same one again, before any update.
-
-    Metrics: those of `train_eagle`, and `reward`, `reward_reference`, `expected` and `expected_reference` (drafted
-    tokens accepted on average at temperature 1), `path` (mean length of the accepted path), `ratio`, `clipped` (share).
-    """
-    reference = frozen_copy(head)
-    target = TargetPass(model, head.feature_layers)
-
-    def step_fn(step: int) -> Metrics:
-        rows = own_rows(len(corpus_NL), settings.rows, step, settings.seed)
-        rows_BL = corpus_NL[rows].long().to(model.device)
-        cache = DynamicCache(config=model.config)
-        seen = target(rows_BL, cache)
-        with head_autocast(model, settings.autocast):
-            chains = Chains(head, rows_BL, seen.features_BLF)
-        token_loss, metrics = eagle_loss(chains, rows_BL, seen, model, settings)
-        roots_R = group_roots(rows_BL.shape[1] - 1, tree, settings.seed, step)
-        with head_autocast(model, settings.autocast):
-            loss, more = tree_loss(chains, reference, rows_BL, seen, model, cache, roots_R.to(rows_BL.device), tree)
-        total = token_loss + tree.weight * loss
-        total.backward()
-        return {**metrics, **more, "loss": float(total.detach())}
-
-    return train_head(head, settings, step_fn, checkpoint, identity, on_step)
-
-
 def group_roots(pairs: int, tree: TreeSettings, seed: int, step: int) -> Tensor:
-    """The roots of a step: `groups` runs of `group` adjacent positions that do not overlap, at random places.
+    """The roots of a step: `groups` runs of `group` adjacent positions that do not overlap, at random positions.
 
     Raises:
         MoexpError: rows too short for so many groups.
@@ -131,21 +88,23 @@ def tree_loss(
 ) -> tuple[Tensor, Metrics]:
     """Equation 12 over all groups of a batch, and metrics.
 
+    Metrics: `reward` and `reward_reference`, `expected` and `expected_reference` (drafted tokens accepted on average at
+    temperature 1), `path` (mean length of the accepted path), `ratio`, `clipped` (share).
+
     Args:
         chains: of the head that learns, at step 0, with its graph.
         cache: the target's keys of the rows; extended.
     """
     with torch.no_grad():
         fixed = Chains(reference, rows_BL, seen.features_BLF)
-        mine, theirs = (
-            grow_trees(start.fork(roots_R), depth=tree.depth, width=tree.width, budget=tree.budget)
-            for start in (chains, fixed)
+        trees, fixed_trees = (
+            grow_trees(start.fork(roots_R), depth=tree.depth, width=tree.width) for start in (chains, fixed)
         )
-        log_p, hit = read_target(model, cache, seen, torch.cat([roots_R, roots_R]), mine.with_roots_of(theirs))
+        log_p, hit = read_target(model, cache, seen, torch.cat([roots_R, roots_R]), trees.with_roots_from(fixed_trees))
         roots = len(roots_R)
-        reward_BR, expected_BR = tree_rewards(mine, log_p[:, :roots], eta=tree.eta)
-        base_BR, base_expected_BR = tree_rewards(theirs, log_p[:, roots:], eta=tree.eta)
-        tokens_BRd, length_BR = accepted_paths(mine, hit[:, :roots])
+        reward_BR, expected_BR = tree_rewards(trees, log_p[:, :roots], eta=tree.eta)
+        base_BR, base_expected_BR = tree_rewards(fixed_trees, log_p[:, roots:], eta=tree.eta)
+        tokens_BRd, length_BR = accepted_paths(trees, hit[:, :roots])
         advantage_BR = group_advantages(reward_BR - base_BR, tree.group, tree.floor)
         old_BR = path_log_likelihood(fixed.fork(roots_R), tokens_BRd, length_BR)
     new_BR = path_log_likelihood(chains.fork(roots_R), tokens_BRd, length_BR)
@@ -181,8 +140,8 @@ def path_log_likelihood(chains: Chains, tokens_BRd: Tensor, length_BR: Tensor) -
     for step in range(longest):
         log_q_BRD = head.logits(chains.hidden).log_softmax(-1)
         draft_BR = head.draft_ids(tokens_BRd[..., step]).clamp_min(0)
-        taken_BR = log_q_BRD.gather(2, draft_BR[..., None])[..., 0]
-        total_BR = total_BR + torch.where(step < length_BR, taken_BR, 0.0)
+        chosen_BR = log_q_BRD.gather(2, draft_BR[..., None])[..., 0]
+        total_BR = total_BR + torch.where(step < length_BR, chosen_BR, 0.0)
         if step + 1 < longest:
             chains.extend(tokens_BRd[..., step])
     return total_BR

@@ -21,17 +21,14 @@ CHUNK = 128
 
 @dataclass(frozen=True)
 class Teacher:
-    """The target's next-token distributions, as a head with a draft vocabulary needs them.
-
-    Attributes:
-        logits_TD: logits of the tokens that can be drafted.
-        log_z_T: log of the normaliser over the whole vocabulary: exp(logits - log_z) are true probabilities.
-        best_T: draft id of the most likely token, -1 where it cannot be drafted.
-    """
+    """The target's next-token distributions, as a head with a draft vocabulary needs them."""
 
     logits_TD: Tensor
+    """Logits of the tokens that can be drafted."""
     log_z_T: Tensor
+    """Log of the normaliser over the full vocabulary: exp(logits - log_z) are true probabilities."""
     best_T: Tensor
+    """Draft id of the most likely token, -1 where it cannot be drafted."""
 
     def rows(self, index: Tensor) -> Teacher:
         """These positions."""
@@ -41,13 +38,13 @@ class Teacher:
 @torch.no_grad()
 def read_teacher(final_TH: Tensor, head_VH: Tensor, target_ids_D: Tensor, draft_ids_V: Tensor) -> Teacher:
     """The target's distributions from its final states and its output projection."""
-    whole = len(target_ids_D) == len(draft_ids_V)
+    is_full = len(target_ids_D) == len(draft_ids_V)
     logits, log_z, best = [], [], []
     for part_CH in final_TH.split(CHUNK):
         logits_CV = F.linear(part_CH, head_VH).float()
         log_z.append(logits_CV.logsumexp(-1))
         best.append(draft_ids_V[logits_CV.argmax(-1)])
-        logits.append(logits_CV if whole else logits_CV[:, target_ids_D])
+        logits.append(logits_CV if is_full else logits_CV[:, target_ids_D])
     return Teacher(torch.cat(logits), torch.cat(log_z), torch.cat(best))
 
 
@@ -55,14 +52,14 @@ def read_teacher(final_TH: Tensor, head_VH: Tensor, target_ids_D: Tensor, draft_
 class HeadLoss:
     """Sums over positions; `loss` (cross-entropy) carries the gradient.
 
-    `kl` is KL(p' || q) over the `inside` positions whose best token can be drafted. Over all `tokens`: `match` counts
+    `kl` is KL(p' || q) over the `inside` positions whose best token can be drafted. Over all `tokens`: `agree` counts
     equal most likely tokens, `overlap` sums min(p, q) with the target's true p, the chance that a token drawn from q is
     accepted at temperature 1.
     """
 
     loss: Tensor
     kl: float
-    match: int
+    agree: int
     overlap: float
     inside: int
     tokens: int
@@ -118,6 +115,6 @@ def head_loss(hidden_TH: Tensor, weight_DH: Tensor, teacher: Teacher, *, dtype: 
         dtype: of the matrix products.
     """
     loss, sums = _FusedHeadLoss.apply(hidden_TH, weight_DH, teacher, dtype)
-    kl, match, overlap = sums.tolist()
+    kl, agree, overlap = sums.tolist()
     inside = int((teacher.best_T >= 0).sum())
-    return HeadLoss(loss, kl, int(match), overlap, inside, len(hidden_TH))
+    return HeadLoss(loss, kl, int(agree), overlap, inside, len(hidden_TH))

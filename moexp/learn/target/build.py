@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,16 @@ from transformers import Glm4MoeForCausalLM, PreTrainedTokenizerBase
 
 from moexp.base.atomic import new_folder, write_json
 from moexp.base.errors import MoexpError
-from moexp.base.progress import note_of, stage
+from moexp.base.progress import stage
 from moexp.config.locations import padded_beside
 from moexp.config.recipe import Recipe
 from moexp.config.sections import TargetSection
-from moexp.learn.core.loop import Schedule
+from moexp.learn.core.loop import Run, Schedule, followed
 from moexp.learn.corpus.files import corpus_rows
-from moexp.learn.target.quality import Quality, measure_quality, sample_answers
+from moexp.learn.setup import work_folder
+from moexp.learn.target.quality import measure_quality, sample_answers
 from moexp.learn.target.repair import RepairSettings, prepare, repair_end_to_end, repair_layerwise
-from moexp.target.carve import Geometry, LayerPlan, calibrate, carve
+from moexp.target.carve import Geometry, calibrate, carve
 from moexp.target.delta import Rebuilt, apply_delta, coded_bases, find_delta, save_delta
 from moexp.target.pad import pad_experts
 from moexp.target.source import Dense, load_dense
@@ -36,8 +38,8 @@ HELD_OUT_ROWS = 24
 
 
 def build_target(recipe: Recipe, folder: Path, *, cache: Path, provenance: dict[str, Any]) -> Path:
-    """Builds the recipe's target in `folder` unless it is there; returns the folder to decode from (padded if
-    asked).
+    """Builds the recipe's target in `folder` unless that is done; returns the folder to decode from (padded if the
+    recipe says so).
     """
     section = recipe.target
     if section.kind == "tiny":
@@ -76,7 +78,7 @@ def _build_tiny(section: TargetSection, folder: Path, seed: int) -> None:
 
 def _build_carved(recipe: Recipe, folder: Path, cache: Path, provenance: dict[str, Any]) -> None:
     section = recipe.target
-    work = folder.with_name(folder.name + ".work")
+    work = work_folder(folder)
     with stage("Dense model", None):
         dense = load_dense(section.source, cache=cache, path=section.path, revision=section.revision)
     geometry = Geometry(
@@ -94,80 +96,72 @@ def _build_carved(recipe: Recipe, folder: Path, cache: Path, provenance: dict[st
     manifest: dict[str, Any] = {"origin": dense.origin, "geometry": section.carve.model_dump(), "delta": section.delta}
     quality: dict[str, Any] = {}
     delta = None
-    rebuilt = None
-    if (start := section.delta or section.repair.start) is not None:
-        with stage("Apply the delta", None):
-            rebuilt = apply_delta(find_delta(start), dense.model, geometry)
-    if rebuilt is not None and section.delta is not None:
+    if section.delta is not None:
+        rebuilt = _apply_delta(section.delta, dense, geometry)
         model, manifest["repair"] = rebuilt.model, rebuilt.details
     else:
-        fresh, earlier = rebuilt is None, None if rebuilt is None else rebuilt.details
-        if rebuilt is None:
-            model, plans = _carve(dense, train_NL, geometry, section.carve.calibration_tokens)
-            rebuilt = Rebuilt(model, plans, coded_bases(model), details={})
-        model, plans = rebuilt.model, rebuilt.plans
-        quality["carved" if fresh else "start"] = measure_quality(model, dense.model, held_NL).as_dict()
-        settings = _repair_settings(recipe, seed=recipe.seed + 1000 * repairs_before(rebuilt.details))
-        _repair(model, dense, plans, rebuilt.bases, train_NL, recipe, settings, work / "repair")
-        manifest["repair"] = {"tokens": train_NL.numel(), **section.repair.model_dump(mode="json"), "earlier": earlier}
+        if section.repair.start is not None:
+            name, start = "start", _apply_delta(section.repair.start, dense, geometry)
+        else:
+            name, start = "carved", _carve(dense, train_NL, geometry, section.carve.calibration_tokens)
+        model = start.model
+        quality[name] = asdict(measure_quality(model, dense.model, held_NL))
+        settings = _repair_settings(recipe, seed=recipe.seed + 1000 * repairs_before(start.details))
+        _repair(start, dense, train_NL, recipe, settings, work / "repair")
+        repair, earlier = section.repair.model_dump(mode="json"), start.details or None
+        manifest["repair"] = {"tokens": train_NL.numel(), **repair, "earlier": earlier}
         if section.repair.delta is not None:
             delta, density = work / DELTA, section.repair.delta.density
-            save_delta(delta, model, dense.model, plans, geometry, density, manifest["repair"])
+            save_delta(delta, model, dense.model, start.plans, geometry, density, manifest["repair"])
             model = apply_delta(delta, dense.model, geometry).model  # what a build from it gets, to the bit
     model = model.eval().bfloat16()
     with stage("Measure quality", None):
         repaired = measure_quality(model, dense.model, held_NL)
-        quality["repaired"] = repaired.as_dict()
+        quality["repaired"] = asdict(repaired)
         answers = sample_answers(model, dense.tokenizer)
-    _check(repaired)
+    if dead := sum(repaired.dead_experts):  # not an error: a short build may leave some, and the manifest says so
+        with stage(f"warning: {dead} experts were not chosen on held-out text", None):
+            pass
     manifest |= {"quality": quality, "answers": answers, "provenance": provenance}
     _save(model, dense.tokenizer, folder, manifest, delta)
     shutil.rmtree(work / "repair", ignore_errors=True)  # weights and moments of every stage: a gigabyte and more
 
 
-def _carve(
-    dense: Dense, train_NL: Tensor, geometry: Geometry, calibration_tokens: int
-) -> tuple[Glm4MoeForCausalLM, list[LayerPlan]]:
+def _apply_delta(name: str, dense: Dense, geometry: Geometry) -> Rebuilt:
+    with stage("Apply the delta", None):
+        return apply_delta(find_delta(name), dense.model, geometry)
+
+
+def _carve(dense: Dense, train_NL: Tensor, geometry: Geometry, calibration_tokens: int) -> Rebuilt:
     layers = range(1, dense.model.config.num_hidden_layers)
     rows = max(1, calibration_tokens // train_NL.shape[1])
     with stage("Calibrate", None):
         calibration = calibrate(dense.model, iter(train_NL[:rows].long().split(8)), layers)
     with stage("Carve", len(layers)) as advance:
-        return carve(dense.model, calibration, geometry, advance)
+        model, plans = carve(dense.model, calibration, geometry, advance)
+    return Rebuilt(model, plans, coded_bases(model), details={})
 
 
 def _repair(
-    model: Glm4MoeForCausalLM,
-    dense: Dense,
-    plans: list[LayerPlan],
-    bases: dict[str, Tensor],
-    train_NL: Tensor,
-    recipe: Recipe,
-    settings: RepairSettings,
-    folder: Path,
+    rebuilt: Rebuilt, dense: Dense, train_NL: Tensor, recipe: Recipe, settings: RepairSettings, folder: Path
 ) -> None:
-    identity = recipe.digest("target", "seed")
+    """All stages, in place; checkpoints lie in `folder`."""
+    model, identity = rebuilt.model, recipe.digest("target", "seed")
     prepare(model, recipe.target.repair.scope)
     # the checkpoint of a stage already holds what those before it learned
     second, third = folder / "end-to-end", folder / "delta"
+    shown = ("kl", "agreement", "moved")
     if not second.exists() and not third.exists():
-        with stage("Repair, layer by layer", settings.layerwise.steps) as advance:
-            repair_layerwise(
-                model, dense.model, plans, train_NL, settings, checkpoint=folder / "layer-wise",
-                identity=identity, on_step=lambda step, metrics: advance(step, note_of(metrics, "residual")),
-            )  # fmt: skip
+        with followed("Repair, layer by layer", settings.layerwise.steps, "residual") as on_step:
+            run = Run(folder / "layer-wise", identity, on_step)
+            repair_layerwise(model, dense.model, rebuilt.plans, train_NL, settings, run=run)
     if not third.exists():
-        with stage("Repair, end to end", settings.end_to_end.steps) as advance:
-            repair_end_to_end(
-                model, dense.model, train_NL, settings, checkpoint=second, identity=identity,
-                on_step=lambda step, metrics: advance(step, note_of(metrics, "kl", "agreement", "moved")),
-            )  # fmt: skip
+        with followed("Repair, end to end", settings.end_to_end.steps, *shown) as on_step:
+            repair_end_to_end(model, dense.model, train_NL, settings, run=Run(second, identity, on_step))
     if settings.delta is not None:
-        with stage("Repair, as the delta will be", settings.delta.steps) as advance:
-            repair_end_to_end(
-                model, dense.model, train_NL, settings, bases=bases, checkpoint=third, identity=identity,
-                on_step=lambda step, metrics: advance(step, note_of(metrics, "kl", "agreement", "moved")),
-            )  # fmt: skip
+        with followed("Repair, as the delta will be", settings.delta.steps, *shown) as on_step:
+            run = Run(third, identity, on_step)
+            repair_end_to_end(model, dense.model, train_NL, settings, rebuilt.bases, run=run)
 
 
 def repairs_before(details: dict[str, Any]) -> int:
@@ -179,8 +173,8 @@ def repairs_before(details: dict[str, Any]) -> int:
 
 
 def _repair_settings(recipe: Recipe, seed: int) -> RepairSettings:
-    section = recipe.target.repair
-    cap, delta = section.max_minutes, section.delta
+    section, delta = recipe.target.repair, recipe.target.repair.delta
+    cap = section.max_minutes
     layerwise_share, delta_share = 0.3 if delta else 0.35, 0.25 if delta else 0.0
     rest = 1 - layerwise_share - delta_share
     return RepairSettings(
@@ -195,13 +189,6 @@ def _repair_settings(recipe: Recipe, seed: int) -> RepairSettings:
         locality=section.locality,
         seed=seed,
     )
-
-
-def _check(quality: Quality) -> None:
-    dead = sum(quality.dead_experts)
-    if dead:  # not an error: a short build may leave some, and the manifest says so
-        with stage(f"warning: {dead} experts were not chosen on held-out text", None):
-            pass
 
 
 def _save(

@@ -5,9 +5,8 @@ Shapes: N rows, L tokens a row, T tokens, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, Glm4MoeForCausalLM, LlamaForCausalLM, PreTrainedTokenizerBase
 
+from moexp.learn.core.experts import hooked, routers
 from moexp.learn.core.logit_loss import logit_loss
-from moexp.learn.target.repair import moe_layers
+from moexp.learn.target.routing import LoadCounter
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -42,25 +42,19 @@ class Quality:
     max_load: float
     tokens: int
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
 
 @torch.no_grad()
 def measure_quality(model: Glm4MoeForCausalLM, dense: LlamaForCausalLM, held_NL: Tensor, batch: int = 8) -> Quality:
     """Teacher-forced on held-out rows; loss is on the text's own next token."""
     model.eval()
     top_k = model.config.num_experts_per_tok
-    blocks = moe_layers(model)
-    loads = {layer: torch.zeros(model.config.n_routed_experts) for layer in blocks}
+    counter = LoadCounter(model)
     nats: dict[str, float] = {}
     kl = dense_nats = 0.0
     agree = tokens = 0
     for routed in sorted({top_k, min(3, top_k), 1, 0}, reverse=True):
         total = 0.0
-        counted = loads if routed == top_k else {}
-        with _active_experts(model, routed), _counting(model, counted):
+        with _active_experts(model, routed), counter.watching() if routed == top_k else nullcontext():
             for rows_BL in held_NL.long().split(batch):
                 hidden_TH = _hidden(model, rows_BL)
                 next_T = rows_BL[:, 1:].flatten()
@@ -72,7 +66,7 @@ def measure_quality(model: Glm4MoeForCausalLM, dense: LlamaForCausalLM, held_NL:
                     result = logit_loss(hidden_TH, dense_TH, model.lm_head.weight.to(hidden_TH.dtype), head_VH)
                     kl, agree, tokens = kl + result.kl, agree + result.agree, tokens + result.tokens
         nats[f"top-{routed}"] = total / tokens
-    load_LE = torch.stack(list(loads.values()))
+    load_LE = torch.stack(list(counter.loads.values()))
     return Quality(
         dense_nats=dense_nats / tokens,
         nats=nats,
@@ -106,23 +100,15 @@ def sample_answers(
     return answers
 
 
-@contextmanager
-def _active_experts(model: Glm4MoeForCausalLM, routed: int) -> Iterator[None]:
+def _active_experts(model: Glm4MoeForCausalLM, routed: int) -> AbstractContextManager[None]:
     """Inside, each token uses its `routed` first experts with the gates they have among the usual top-k."""
-    handles = []
 
     def keep_first(_module: torch.nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
         logits_TE, weight_Tk, index_Tk = output
         rank_Tk = weight_Tk.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
         return logits_TE, weight_Tk * (rank_Tk < routed), index_Tk
 
-    for block in moe_layers(model).values():
-        handles.append(block.gate.register_forward_hook(keep_first))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    return hooked(routers(model).values(), keep_first)
 
 
 def _hidden(model: Any, rows_BL: Tensor) -> Tensor:
@@ -133,21 +119,3 @@ def _hidden(model: Any, rows_BL: Tensor) -> Tensor:
 
 def _logits(hidden_TH: Tensor, model: Any) -> Tensor:
     return F.linear(hidden_TH, model.lm_head.weight.to(hidden_TH.dtype)).float()
-
-
-@contextmanager
-def _counting(model: Glm4MoeForCausalLM, loads: dict[int, Tensor]) -> Iterator[None]:
-    """Inside, the layers in `loads` count how often each expert is chosen, [E]."""
-    handles = []
-    blocks = moe_layers(model)
-    for layer, load_E in loads.items():
-
-        def count(_module: Any, _args: Any, output: tuple[Tensor, Tensor, Tensor], into_E: Tensor = load_E) -> None:
-            into_E.add_(torch.bincount(output[2].flatten(), minlength=len(into_E)))
-
-        handles.append(blocks[layer].gate.register_forward_hook(count))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

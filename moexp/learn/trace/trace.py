@@ -1,4 +1,4 @@
-"""`moexp trace-routing`: the target reads text, and what its routers choose is kept.
+"""`moexp trace-routing`: the target reads text, and what its routers choose is recorded.
 
 Text is cut into samples, samples are dealt to shards of about `trace.shard_tokens` tokens, and a shard is computed and
 written on its own: a run that was stopped goes on with the first shard that is missing, and ends with the same bytes.
@@ -8,13 +8,10 @@ Shapes: B samples of a batch, T tokens, L MoE layers, k experts a token.
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import json
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,12 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from moexp.base import ranks
 from moexp.base.atomic import write_text
-from moexp.base.compute import training_device
 from moexp.base.errors import MoexpError
 from moexp.base.progress import stage
 from moexp.config.recipe import Recipe
@@ -47,14 +43,12 @@ from moexp.data.traces import (
     text_hash,
     write_shard,
 )
-from moexp.learn.core.experts import training_implementation
+from moexp.learn.core.experts import by_gate, hooked, routers, set_training_experts
 from moexp.learn.corpus.files import corpus_rows, shipped_corpora
+from moexp.learn.setup import load_with_experts
 from moexp.learn.trace.statistics import ExpertLoad, UnionGrowth, expert_load, union_growth
-from moexp.target.families import family_of
 from moexp.target.load import read_config, target_identity
-from moexp.target.pack_format import refuse_packed
 from moexp.target.spec import MoESpec
-from moexp.target.tokenizer import load_tokenizer
 
 CORPUS = "the recipe's corpus"
 LOAD_TABLE, UNION_TABLE = "expert_load.csv", "union_growth.csv"
@@ -73,7 +67,7 @@ class TraceReport:
 def trace_routing(
     recipe: Recipe, target: Path, out: Path, *, work: Path, text: str | None = None, provenance: dict[str, Any]
 ) -> TraceReport:
-    """Traces the recipe's target into `out`, unless it is there, and measures expert load and union growth.
+    """Traces the recipe's target into `out`, unless that is done, and measures expert load and union growth.
 
     Args:
         target: checkpoint folder.
@@ -84,14 +78,12 @@ def trace_routing(
         MoexpError: `out` holds another trace, or one over other text; no text; a disk that is full.
     """
     manifest = _manifest(recipe, target, text, provenance)
-    found = ranks.on_main(lambda: read_manifest(out) if (out / MANIFEST).exists() else None)
-    if found is not None and found.identity != manifest.identity:
+    earlier = ranks.on_main(lambda: read_manifest(out) if (out / MANIFEST).exists() else None)
+    if earlier is not None and earlier.identity != manifest.identity:
         raise MoexpError("another trace is there", where=str(out), valid="its own settings, or another --out")
     speed = None
-    if ranks.on_main(
-        lambda: found is None or not found.complete or any(shard_problem(out, entry) for entry in found.shards)
-    ):
-        speed = _write(recipe, target, out, work, text, manifest, found.shards if found else [])
+    if ranks.on_main(lambda: earlier is None or not earlier.complete or _is_damaged(out, earlier)):
+        speed = _write(recipe, target, out, work, text, manifest, earlier.shards if earlier else [])
     trace = read_trace(out, manifest.target)
 
     def tables() -> tuple[ExpertLoad, UnionGrowth]:
@@ -105,15 +97,19 @@ def trace_routing(
     return TraceReport(trace, *ranks.on_main(tables), speed)
 
 
+def _is_damaged(out: Path, manifest: TraceManifest) -> bool:
+    return any(shard_problem(out, entry) for entry in manifest.shards)
+
+
 def _manifest(recipe: Recipe, target: Path, text: str | None, provenance: dict[str, Any]) -> TraceManifest:
     spec = MoESpec.from_config(read_config(target))
     fingerprint = target_identity(target)
     settings = {
         "target": fingerprint,
-        "text": text or json.loads(recipe.draft.corpus.model_dump_json()),
+        "text": text or recipe.draft.corpus.model_dump(mode="json"),
         "dtype": recipe.target.dtype,
         "seed": recipe.seed,
-        **json.loads(recipe.trace.model_dump_json()),
+        **recipe.trace.model_dump(mode="json"),
     }
     return TraceManifest(
         target=fingerprint,
@@ -137,15 +133,11 @@ def _write(
 ) -> float | None:
     """Traces every shard that is not in `done`, in order; returns tokens a second, if any was traced."""
     section = recipe.trace
-    refuse_packed(target)
     with stage("Load the target", None):
-        model = AutoModelForCausalLM.from_pretrained(target, dtype=getattr(torch, recipe.target.dtype)).eval()
-        model.to(training_device(recipe.device))
-        tokenizer = load_tokenizer(target)
+        model, tokenizer = load_with_experts(target, recipe.target.dtype, recipe.device)
     samples = limited(_samples(recipe, model, tokenizer, text, work), section.sequence_length, section.tokens)
     # After the corpus: what the model writes must not depend on how it is run here.
-    spec = MoESpec.from_config(model.config)
-    model.set_experts_implementation(training_implementation(spec.num_experts, spec.expert_width))
+    set_training_experts(model)
     traced, seconds, first = 0, 0.0, 0
     finished = {entry.file: entry for entry in done}
     with stage("Trace", section.tokens) as advance:
@@ -177,8 +169,8 @@ def _samples(
 ) -> Iterator[np.ndarray]:
     """Token ids of one text after another."""
     if text is not None:
-        for one in load_texts(text):
-            yield np.array(tokenizer(one, truncation=False)["input_ids"], dtype=np.int32)
+        for sample in load_texts(text):
+            yield np.array(tokenizer(sample, truncation=False)["input_ids"], dtype=np.int32)
         return
     section = recipe.draft.corpus
     by_target = section.source == "write" or (section.author != "dense" and shipped_corpora("target"))
@@ -188,8 +180,8 @@ def _samples(
     rows = -(-recipe.trace.tokens // section.length)
     enough = section.model_copy(update={"tokens": min(section.tokens, rows * section.length)})
     for author in authors:
-        place = work / f"corpus-{author}"
-        yield from corpus_rows(enough, model, tokenizer, place, author=author, seed=recipe.seed).numpy()
+        folder = work / f"corpus-{author}"
+        yield from corpus_rows(enough, model, tokenizer, folder, author=author, seed=recipe.seed).numpy()
 
 
 def limited(texts: Iterable[np.ndarray], longest: int, tokens: int) -> Iterator[np.ndarray]:
@@ -205,7 +197,7 @@ def limited(texts: Iterable[np.ndarray], longest: int, tokens: int) -> Iterator[
 
 
 def shards_of(samples: Iterable[np.ndarray], tokens: int) -> Iterator[list[np.ndarray]]:
-    """Whole samples in order, in shards that end as soon as they have `tokens` tokens."""
+    """Uncut samples in order, in shards that end as soon as they have `tokens` tokens."""
     part: list[np.ndarray] = []
     for sample in samples:
         part.append(sample)
@@ -220,27 +212,34 @@ def shards_of(samples: Iterable[np.ndarray], tokens: int) -> Iterator[list[np.nd
 def trace_samples(
     model: PreTrainedModel, samples: list[np.ndarray], section: TraceSection, first: int = 0
 ) -> TraceShard:
-    """Runs the model over samples of token ids and keeps its routing; `first` is the number of the first sample.
+    """Runs the model over samples of token ids and records its routing; `first` is the number of the first sample.
 
     The processes of a run take the batches in turn. A batch is the same however many they are, so the result is that of
     one process with as many threads as each has, bit for bit.
     """
-    mine: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
+    routed: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def keep(router: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+        _, gates_Tk, ids_Tk = output
+        routed[router] = by_gate_then_id(gates_Tk.float(), ids_Tk)
+
+    layers = routers(model).values()
+    shares: dict[int, tuple[np.ndarray, np.ndarray | None]] = {}
     begins = range(0, len(samples), section.batch_size)
-    with _routers_heard(model) as heard:
+    with hooked(layers, keep):
         for begin in begins[ranks.rank() :: ranks.world()]:
             batch = samples[begin : begin + section.batch_size]
             longest = max(map(len, batch))
             # Padding stands behind the text, where no token of it can look.
             ids_BT = torch.tensor(np.stack([np.pad(sample, (0, longest - len(sample))) for sample in batch])).long()
-            heard.clear()
             model.model(input_ids=ids_BT.to(model.device), use_cache=False)
             live_T = (torch.arange(longest) < torch.tensor([len(sample) for sample in batch])[:, None]).flatten()
-            experts_TLk = torch.stack([index_Tk for _, index_Tk in heard], dim=1).cpu()[live_T].numpy()
-            gates_TLk = torch.stack([gate_Tk for gate_Tk, _ in heard], dim=1).cpu()[live_T].numpy()
-            mine[begin] = (experts_TLk.astype(np.int32), gates_TLk if section.gates else None)
-    every = {begin: heard for part in ranks.gathered(mine) for begin, heard in part.items()}
-    experts, gates = zip(*(every[begin] for begin in begins), strict=True)
+            gates_TLk, experts_TLk = (
+                torch.stack([routed[layer][part] for layer in layers], dim=1).cpu()[live_T].numpy() for part in (0, 1)
+            )
+            shares[begin] = (experts_TLk.astype(np.int32), gates_TLk if section.gates else None)
+    batches = {begin: routing for part in ranks.gathered(shares) for begin, routing in part.items()}
+    experts, gates = zip(*(batches[begin] for begin in begins), strict=True)
     lengths = [len(sample) for sample in samples]
     return TraceShard(
         sample_T=np.repeat(np.arange(first, first + len(samples)), lengths),
@@ -251,31 +250,10 @@ def trace_samples(
     )
 
 
-@contextmanager
-def _routers_heard(model: PreTrainedModel) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Collects (gates [T, k], ids [T, k]) of each MoE layer in turn, by descending gate, ties by lower id."""
-    spec, family = MoESpec.from_config(model.config), family_of(model.config.model_type)
-    heard: list[tuple[Tensor, Tensor]] = []
-
-    def listen(_module: Any, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
-        _, gates_Tk, ids_Tk = output
-        heard.append(by_gate(gates_Tk.float(), ids_Tk))
-
-    handles = [
-        getattr(model.model.layers[layer].mlp, family.router).register_forward_hook(listen) for layer in spec.moe_layers
-    ]
-    try:
-        yield heard
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def by_gate(gates_Tk: Tensor, ids_Tk: Tensor) -> tuple[Tensor, Tensor]:
+def by_gate_then_id(gates_Tk: Tensor, ids_Tk: Tensor) -> tuple[Tensor, Tensor]:
     """Gates and ids by descending gate, ties by lower id: the order that the runtime sums in."""
-    ids_Tk, by_id = ids_Tk.sort(dim=-1)
-    gates_Tk, order_Tk = gates_Tk.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
-    return gates_Tk, ids_Tk.gather(-1, order_Tk)
+    ids_Tk, order_Tk = ids_Tk.sort(dim=-1)
+    return by_gate(gates_Tk.gather(-1, order_Tk), ids_Tk)
 
 
 def load_csv(load: ExpertLoad, geometry: RoutingGeometry) -> str:
@@ -291,17 +269,14 @@ def load_csv(load: ExpertLoad, geometry: RoutingGeometry) -> str:
 def growth_csv(growth: UnionGrowth) -> str:
     """`union_growth.csv`: experts a layer against block length (mean, lowest and highest layer), uniform beside."""
     rows = []
-    for place, blocks in enumerate(growth.blocks_B.tolist()):
-        unique_L = growth.unique_LB[:, place]
+    for length, blocks in enumerate(growth.blocks_B.tolist(), start=1):
+        unique_L = growth.unique_LB[:, length - 1]
         measured = [f"{value:.4f}" if blocks else "" for value in (unique_L.mean(), unique_L.min(), unique_L.max())]
-        rows.append((place + 1, *measured, f"{growth.uniform_B[place]:.4f}", blocks, "measured"))
+        rows.append((length, *measured, f"{growth.uniform_B[length - 1]:.4f}", blocks, "measured"))
     header = ("block_length", "unique_verify_per_layer", "lowest_layer", "highest_layer", "uniform", "blocks", "tag")
     return _csv(header, rows)
 
 
 def _csv(header: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
-    sink = io.StringIO()
-    writer = csv.writer(sink, lineterminator="\n")
-    writer.writerow(header)
-    writer.writerows(rows)
-    return sink.getvalue()
+    """No value holds a comma or a quote."""
+    return "".join(",".join(map(str, row)) + "\n" for row in (header, *rows))

@@ -1,7 +1,7 @@
 """One cycle: propose, predict, select, prefetch, verify, commit; and what is recorded of it.
 
 Requests of a batch run in lockstep: each drafts by itself, then one step verifies them all over the union of their
-experts. A request's rows run in the same kernels as alone (`Engine.run_many`), so its output is its batch-1 output to
+experts. A request's rows run in the same kernels as alone (`Engine.step_batch`), so its output is its batch-1 output to
 the bit; what a batch shares is the loading of experts. Requests that end early leave the batch.
 
 Shape suffixes: B rows of a block, L MoE layers, k top-k, V vocabulary, W words of an expert set.
@@ -19,7 +19,7 @@ from torch import Tensor
 from moexp.records import RequestRecord, StepRecord
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.decoding.speculation import Proposal, SelectedTree, Speculation
-from moexp.runtime.engine.engine import Engine, Lane, StepOut
+from moexp.runtime.engine.engine import Engine, RequestState, StepOut
 from moexp.runtime.selectors.expert_sets import Words
 from moexp.runtime.verifiers.chain import Verdict
 
@@ -46,7 +46,7 @@ class Answer:
     """A request while it is decoded.
 
     Attributes:
-        lane: of the engine.
+        state: of the engine.
         limit: new tokens at most.
         stop_ids: the answer ends with the first of them.
         pending: the last token; it has no keys and values yet.
@@ -57,7 +57,7 @@ class Answer:
     workload: str
     method: Method
     speculation: Speculation
-    lane: Lane
+    state: RequestState
     prompt_tokens: int
     limit: int
     stop_ids: frozenset[int]
@@ -120,18 +120,18 @@ def run_cycle(engine: Engine, answers: Sequence[Answer], batch: int | None = Non
     bases: list[int] = []
     covered_LW: Words | None = None
     for answer in answers:
-        engine.lane = answer.lane
+        engine.activate(answer.state)
         bases.append(engine.length)
         proposals.append(answer.speculation.propose(answer.pending, answer.limit - len(answer.tokens), covered_LW))
         covered_LW = proposals[-1].covered_LW
     drafted_s = time.perf_counter()
     path = answers[0].speculation.path
-    outs = engine.run_many([proposal.block for proposal in proposals], [answer.lane for answer in answers], path)
+    outs = engine.step_batch([proposal.block for proposal in proposals], [answer.state for answer in answers], path)
     verdicts = [proposal.verify(out.logits_BV) for proposal, out in zip(proposals, outs, strict=True)]
     verified_s = time.perf_counter()
     emitted = []
     for answer, base, proposal, verdict in zip(answers, bases, proposals, verdicts, strict=True):
-        engine.lane = answer.lane
+        engine.activate(answer.state)
         emitted.append(tokens := until_stop(answer.stop_ids, verdict.tokens(proposal.block.ids)))
         answer.speculation.commit(base, verdict.path[: len(tokens)], tokens)
     end_s = time.perf_counter()

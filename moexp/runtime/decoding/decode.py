@@ -67,7 +67,7 @@ def decode(
     stops = frozenset(stop_ids)
     speculation = make_speculation(engine, method, sampling, Sampler(sampling.seed), stops, prompt_ids, max_new_tokens)
     answer = Answer(
-        request, workload, method, speculation, engine.lane, len(prompt_ids), max_new_tokens, stops, prompt_ids[-1]
+        request, workload, method, speculation, engine.state, len(prompt_ids), max_new_tokens, stops, prompt_ids[-1]
     )
     answer.prefill_s = time.perf_counter() - begin_s
     while not answer.finish:
@@ -130,23 +130,23 @@ def decode_batch(
         raise MoexpError("an empty batch or prompt", valid="at least one prompt of at least one token")
     check_request(prompts, max_new_tokens)
     numbers, names, stops = requests or range(len(prompts)), workloads or [""] * len(prompts), frozenset(stop_ids)
-    alone = engine.lane
+    alone = engine.state
     try:
         engine.start(max(map(len, prompts)) + max_new_tokens)
         answers = []
         for number, name, ids in zip(numbers, names, prompts, strict=True):
-            engine.lane = lane = engine.new_lane()
-            Engine.prefill(engine, ids[:-1])  # not an engine's that keeps its last prompt: lanes are new
+            engine.activate(state := engine.new_state())
+            Engine.prefill(engine, ids[:-1])  # not an engine's that keeps its last prompt: states are new
             sampler = Sampler(sampling.seed)
             speculation = make_speculation(engine, method, sampling, sampler, stops, ids, max_new_tokens)
             answers.append(
-                Answer(number, name, method, speculation, lane, len(ids), max_new_tokens, stops, pending=ids[-1])
+                Answer(number, name, method, speculation, state, len(ids), max_new_tokens, stops, pending=ids[-1])
             )
         steps: list[StepRecord] = []
         while live := [answer for answer in answers if not answer.finish]:
             steps += [cycle.record for cycle in run_cycle(engine, live, batch=len(live))]
     finally:
-        engine.lane = alone
+        engine.activate(alone)
     return steps, [answer.record() for answer in answers]
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from moexp.runtime.engine.engine import Engine
+from moexp.runtime.engine.engine import Block, Engine
 from moexp.runtime.engine.moe import StepPath
 from moexp.runtime.verifiers.sampling import Sampler, Sampling, probabilities
 
@@ -70,7 +70,7 @@ class SelfDrafter:
 
     def step(self, token: int) -> Drafted:
         """One draft step with `token` as its input."""
-        out = self.engine.step([token], self.path)
+        out = self.engine.run(Block([token]), self.path)
         logits_V = out.logits_BV[0]
         top, best = logits_V.max(-1)
         confidence = 1.0 / float((logits_V - top).exp_().sum())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moexp.runtime.drafters.draft_tree import DraftTree, TreeBuilder, TreeShape
-from moexp.runtime.engine.engine import Engine
+from moexp.runtime.engine.engine import Block, Engine
 from moexp.runtime.engine.moe import StepPath
 
 NodeRouting = dict[int, np.ndarray]
@@ -72,6 +72,6 @@ def run_nodes(
     """
     run = sorted({ancestor for node in nodes for ancestor in tree.path(node)})
     part = tree.take(run)
-    out = engine.step_tree(part.tokens_N.tolist(), part.parents_N.tolist(), path)
+    out = engine.run(Block(part.tokens_N.tolist(), part.parents_N.tolist()), path)
     routing.update((node, out.routing_LBk[:, row]) for row, node in enumerate(run))
     return {node: out.logits_BV[row] for row, node in enumerate(run)}

@@ -33,26 +33,26 @@ class BlockContext:
 
     Attributes:
         rows: T, padding included.
-        mask_TK: additive causal mask.
-        mask_GTK: the same, repeated for each query head of a group, [G * T, K], where a group's queries are packed
-            into one problem; None where they are not.
+        start: position of the first row.
         cache: where keys and values go.
+        masks: by attention window (None: no window): the additive causal mask [T, K], and the same repeated for each
+            query head of a group, [G * T, K], where a group's queries are packed into one problem, else None.
+        windows: attention window by layer.
         rotary: cos_T1R and signed sin_T1R (restructured attention), or what the model's own rotary module gave.
         positions: [1, T], for transformers' own modules.
         branches: of a tree: its root-to-leaf paths; None where the block is one chain.
-        kept: of a tree: keys and values of the block's rows, by layer, for the path that is accepted.
-        windowed: `mask_TK` and `mask_GTK` of the layers that attend to a window only.
+        tree_kv: of a tree: keys and values of the block's rows, by layer, for the path that is accepted.
     """
 
     rows: int
-    mask_TK: Tensor
-    mask_GTK: Tensor | None
+    start: int
     cache: BlockCache
+    masks: Mapping[int | None, tuple[Tensor, Tensor | None]]
+    windows: Mapping[int, int | None]
     rotary: Any
-    positions: Tensor | None = None
+    positions: Tensor
     branches: Sequence[Branch] | None = None
-    kept: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    windowed: Mapping[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    tree_kv: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Branch:
 
     Attributes:
         rows_T: its rows in order, padded to T by repeating the last.
-        fresh: places in it (from, to) of rows that no earlier branch had: their results are taken from this one.
+        fresh: its span (from, to) of rows that no earlier branch had: their results come from this one.
     """
 
     rows_T: Tensor
@@ -82,30 +82,34 @@ def branches_of(parents: Sequence[int], rows: int, device: torch.device) -> list
         while parents[path[-1]] >= 0:
             path.append(parents[path[-1]])
         path.reverse()
-        first = next(place for place, node in enumerate(path) if node not in seen)
+        first = next(depth for depth, node in enumerate(path) if node not in seen)
         seen.update(path)
         padded = torch.tensor([*path, *[leaf] * (rows - len(path))], device=device)
         branches.append(Branch(padded, (first, len(path))))
     return branches
 
 
-def attend_block(
-    q_1NTD: Tensor,
-    k_1MTD: Tensor,
-    v_1MTD: Tensor,
-    block: BlockContext,
-    layer: int,
-    scaling: float,
-    sinks_N: Tensor | None = None,
-) -> Tensor:
+@dataclass(frozen=True)
+class AttendSpec:
+    """How a layer attends.
+
+    Attributes:
+        layer: decoder layer.
+        scaling: of queries times keys.
+        sinks_N: a logit a head that takes part in the softmax and leads nowhere, or None.
+    """
+
+    layer: int
+    scaling: float
+    sinks_N: Tensor | None = None
+
+
+def attend_block(q_1NTD: Tensor, k_1MTD: Tensor, v_1MTD: Tensor, block: BlockContext, spec: AttendSpec) -> Tensor:
     """Write the block's keys and values into the cache, and attend to all up to each row's own.
 
     A tree is attended to branch by branch, each as the chain it would be alone: the order of keys, and so every bit, is
     that of decoding the branch token by token. What the cache then holds behind the verified prefix is the last
     branch's.
-
-    Args:
-        sinks_N: a logit a head that takes part in the softmax and leads nowhere, or None.
 
     Returns:
         [T, N, D of the values].
@@ -115,33 +119,22 @@ def attend_block(
         # torch's fused CPU attention wants equal dimensions; its fallback sums over the padded length in one product.
         v_1MTD = F.pad(v_1MTD, (0, k_1MTD.shape[-1] - value_dim))
     if block.branches is None:
-        return _attend_chain(q_1NTD, k_1MTD, v_1MTD, block, layer, scaling, sinks_N)[..., :value_dim]
-    block.kept[layer] = (k_1MTD, v_1MTD)
+        return _attend_chain(q_1NTD, k_1MTD, v_1MTD, block, spec)[..., :value_dim]
+    block.tree_kv[spec.layer] = (k_1MTD, v_1MTD)
     mixed_TND = q_1NTD.new_empty(block.rows, q_1NTD.shape[1], v_1MTD.shape[-1])
-    start = block.cache.rows_of(layer)
     for branch in block.branches:
-        block.cache.rewind(layer, start)
         at_T = branch.rows_T
-        one_q, one_k, one_v = (x_1TD[:, :, at_T] for x_1TD in (q_1NTD, k_1MTD, v_1MTD))
-        one_TND = _attend_chain(one_q, one_k, one_v, block, layer, scaling, sinks_N)
+        one_TND = _attend_chain(q_1NTD[:, :, at_T], k_1MTD[:, :, at_T], v_1MTD[:, :, at_T], block, spec)
         begin, end = branch.fresh
         mixed_TND[at_T[begin:end]] = one_TND[begin:end]
     return mixed_TND[..., :value_dim]
 
 
-def _attend_chain(
-    q_1NTD: Tensor,
-    k_1MTD: Tensor,
-    v_1MTD: Tensor,
-    block: BlockContext,
-    layer: int,
-    scaling: float,
-    sinks_N: Tensor | None,
-) -> Tensor:
-    mask_TK, mask_GTK = block.windowed.get(layer, (block.mask_TK, block.mask_GTK))
+def _attend_chain(q_1NTD: Tensor, k_1MTD: Tensor, v_1MTD: Tensor, block: BlockContext, spec: AttendSpec) -> Tensor:
+    mask_TK, mask_GTK = block.masks[block.windows.get(spec.layer)]
     rows, heads, kv_heads = block.rows, q_1NTD.shape[1], k_1MTD.shape[1]
     group = heads // kv_heads
-    keys, values = block.cache.update(k_1MTD, v_1MTD, layer)
+    keys, values = block.cache.write(spec.layer, block.start, k_1MTD, v_1MTD)
     q_MGTD = q_1NTD.view(kv_heads, group, rows, -1)
     if mask_GTK is not None:
         query, mask = q_MGTD.reshape(1, kv_heads, group * rows, -1), mask_GTK
@@ -149,11 +142,11 @@ def _attend_chain(
         query, mask = q_MGTD, mask_TK
         keys = keys[0, :, None].expand(-1, group, -1, -1)
         values = values[0, :, None].expand(-1, group, -1, -1)
-    if sinks_N is None:
-        mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+    if spec.sinks_N is None:
+        mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=spec.scaling)
     else:
-        mixed, weight = _attention_and_weight(query, keys, values, mask, scaling)
-        sinks_MGT = sinks_N.float().view(kv_heads, group, 1).expand(-1, -1, rows)
+        mixed, weight = _attention_and_weight(query, keys, values, mask, spec.scaling)
+        sinks_MGT = spec.sinks_N.float().view(kv_heads, group, 1).expand(-1, -1, rows)
         # The sink's share of the softmax is e^sink / (e^sink + e^weight): the keys' outputs keep the rest.
         mixed = (mixed * torch.sigmoid(weight - sinks_MGT.reshape(weight.shape))[..., None]).to(mixed.dtype)
     return mixed.reshape(kv_heads, group, rows, -1).permute(2, 0, 1, 3).reshape(rows, heads, -1)
@@ -183,7 +176,7 @@ def _module_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    return attend_block(query, key, value, moexp_block, module.layer_idx, scaling, s_aux)[None], None
+    return attend_block(query, key, value, moexp_block, AttendSpec(module.layer_idx, scaling, s_aux))[None], None
 
 
 ALL_ATTENTION_FUNCTIONS.register(BLOCK_ATTENTION, _module_attention)
@@ -209,7 +202,7 @@ class ModuleAttention:
             output, *_ = module(
                 hidden_states=x_TH[None],
                 position_embeddings=block.rotary,
-                attention_mask=block.mask_TK,
+                attention_mask=None,  # `attend_block` has its own
                 cache=None,
                 position_ids=block.positions,
                 moexp_block=block,
@@ -227,17 +220,15 @@ class GroupedAttention:
     Args:
         module: a transformers attention module with q_proj, k_proj, v_proj, o_proj (and perhaps q_norm, k_norm).
         num_heads, num_kv_heads: N and M.
-        layer: decoder layer.
         rows, pack: as in `make_linear`.
     """
 
-    def __init__(self, module: Any, *, num_heads: int, num_kv_heads: int, layer: int, rows: int, pack: bool) -> None:
+    def __init__(self, module: Any, num_heads: int, num_kv_heads: int, *, rows: int, pack: bool) -> None:
         weight, bias = fuse_linears([module.q_proj, module.k_proj, module.v_proj])
         self.qkv = make_linear(weight, bias, rows=rows, pack=pack)
         self.out = make_linear(module.o_proj.weight, module.o_proj.bias, rows=rows, pack=pack)
-        self.layer = layer
-        self.heads, self.kv_heads = num_heads, num_kv_heads
-        self.head_dim, self.scaling = module.head_dim, module.scaling
+        self.spec = AttendSpec(module.layer_idx, module.scaling)
+        self.heads, self.kv_heads, self.head_dim = num_heads, num_kv_heads, module.head_dim
         # Qwen3 always normalises queries and keys a head, GLM-4.5 where its config says so.
         self.norms = (module.q_norm, module.k_norm) if hasattr(module, "q_norm") else None
 
@@ -250,9 +241,8 @@ class GroupedAttention:
                 qkv_TND[:, span] = normed
         rotate_half_(qkv_TND[:, :keys_end], *block.rotary)
         qkv_1NTD = qkv_TND.transpose(0, 1)[None]
-        mixed_TND = attend_block(
-            qkv_1NTD[:, :heads], qkv_1NTD[:, heads:keys_end], qkv_1NTD[:, keys_end:], block, self.layer, self.scaling
-        )
+        q_1NTD, k_1MTD, v_1MTD = qkv_1NTD.tensor_split((heads, keys_end), dim=1)
+        mixed_TND = attend_block(q_1NTD, k_1MTD, v_1MTD, block, self.spec)
         return self.out(mixed_TND.reshape(block.rows, -1))
 
 
@@ -281,10 +271,6 @@ class RotaryTable:
         self.cos_P1R = cos[0, :, None].contiguous()
         self.sin_P1R = torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], dim=-1).contiguous()
 
-    def block(self, start: int, rows: int) -> tuple[Tensor, Tensor]:
-        """cos and signed sin [rows, 1, R] from position `start` on."""
-        return self.cos_P1R[start : start + rows], self.sin_P1R[start : start + rows]
-
-    def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+    def at(self, positions_T: Tensor | slice) -> tuple[Tensor, Tensor]:
         """cos and signed sin [T, 1, R] of these positions."""
         return self.cos_P1R[positions_T], self.sin_P1R[positions_T]

@@ -18,17 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moexp.runtime.engine.attention import BlockContext, GroupedAttention, ModuleAttention
+from moexp.runtime.engine.experts import ExpertCompute, Gating, clamped_gating, silu_gating
 from moexp.runtime.engine.linear import SwiGLU, make_linear
-from moexp.runtime.engine.moe import (
-    ExpertCompute,
-    Gating,
-    MoELayer,
-    can_route_by_sigmoid,
-    clamped_gating,
-    module_route,
-    sigmoid_route,
-    silu_gating,
-)
+from moexp.runtime.engine.moe import MoELayer
+from moexp.runtime.engine.routing import Route, can_route_by_sigmoid, module_route, sigmoid_route
 from moexp.target.draft_expert import DraftExperts
 from moexp.target.load import Target
 
@@ -68,16 +61,7 @@ class Network:
     head: Callable[[Tensor], Tensor]
 
     @classmethod
-    def of(
-        cls,
-        target: Target,
-        *,
-        block: int,
-        draft_rows: int,
-        draft_experts: LayerDrafts | None,
-        restructured: bool,
-        pack: bool,
-    ) -> Network:
+    def of(cls, target: Target, *, block: int, draft_experts: LayerDrafts | None, pack: bool) -> Network:
         """The network of a target; arguments as for `Engine`."""
         spec, model = target.spec, target.model
         base: Any = model.model
@@ -91,66 +75,56 @@ class Network:
                 device=target.device,
                 gating=_gating(target),
             )
-            for rows in {block, draft_rows}
+            for rows in (block, 1)
         }
-        fused = restructures_attention(target, restructured)
         layers = []
         for number, module in enumerate(base.layers):
-            is_moe = number in spec.moe_layers
-            resident = _feed_forward(target, module.mlp, is_moe, block, restructured, pack)
+            resident = _feed_forward(target, module.mlp, number, block, pack)
             moe = None
-            if is_moe:
-                drafting = _drafting(target, module.mlp, resident, draft_experts, number, draft_rows, pack)
-                route = _route(target, module.mlp, restructured)
+            if number in spec.moe_layers:
+                drafting = _drafting(target, module.mlp, resident, draft_experts, number, pack)
+                route = _route(target, module.mlp)
                 moe = MoELayer(number, route, resident, spec.num_experts, compute, drafting)
             layers.append(
                 Layer(
-                    norm_1=_norm(module.input_layernorm, fused),
-                    attend=_attention(target, module.self_attn, number, block, fused, pack),
-                    norm_2=_norm(module.post_attention_layernorm, fused),
+                    norm_1=_norm(target, module.input_layernorm),
+                    attend=_attention(target, module.self_attn, block, pack),
+                    norm_2=_norm(target, module.post_attention_layernorm),
                     moe=moe,
-                    dense=None if is_moe else resident,
+                    dense=None if moe is not None else resident,
                 )
             )
         head: Any = model.get_output_embeddings()
         return cls(
             embed=model.get_input_embeddings(),
             layers=layers,
-            final_norm=_norm(base.norm, fused),
+            final_norm=_norm(target, base.norm),
             head=make_linear(head.weight, head.bias, rows=block, pack=pack),
         )
 
 
-def restructures_attention(target: Target, restructured: bool) -> bool:
+def restructures_attention(target: Target) -> bool:
     """Whether attention (and with it rotary positions and norms) takes the restructured form."""
-    return restructured and target.family.attention == "gqa"
+    return target.family.attention == "gqa"
 
 
-def _attention(
-    target: Target, module: Any, layer: int, rows: int, fused: bool, pack: bool
-) -> Callable[[Tensor, BlockContext], Tensor]:
-    if not fused:
+def _attention(target: Target, module: Any, rows: int, pack: bool) -> Callable[[Tensor, BlockContext], Tensor]:
+    if not restructures_attention(target):
         return ModuleAttention(module)
-    spec = target.spec
-    return GroupedAttention(
-        module, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, layer=layer, rows=rows, pack=pack
-    )
+    return GroupedAttention(module, target.spec.num_heads, target.spec.num_kv_heads, rows=rows, pack=pack)
 
 
-def _feed_forward(
-    target: Target, mlp: Any, is_moe: bool, rows: int, restructured: bool, pack: bool
-) -> Callable[[Tensor], Tensor] | None:
+def _feed_forward(target: Target, mlp: Any, layer: int, rows: int, pack: bool) -> SwiGLU | None:
     """The dense block of a layer, or the shared experts of one with experts; None where it has none."""
+    if layer not in target.spec.moe_layers:
+        return SwiGLU.from_module(mlp, rows=rows, pack=pack)
     shared = target.family.shared
-    if is_moe and not shared:
-        return None
-    resident: Any = getattr(mlp, shared) if is_moe and shared else mlp
-    return SwiGLU.from_module(resident, rows=rows, pack=pack) if restructured else resident
+    return SwiGLU.from_module(getattr(mlp, shared), rows=rows, pack=pack) if shared else None
 
 
-def _route(target: Target, mlp: nn.Module, restructured: bool) -> Any:
-    router = getattr(mlp, target.family.router)
-    by_sigmoid = restructured and target.family.routing == "sigmoid" and can_route_by_sigmoid(router)
+def _route(target: Target, mlp: nn.Module) -> Route:
+    router: Any = getattr(mlp, target.family.router)
+    by_sigmoid = target.family.routing == "sigmoid" and can_route_by_sigmoid(router)
     return sigmoid_route(router) if by_sigmoid else module_route(router)
 
 
@@ -162,40 +136,30 @@ def _gating(target: Target) -> Gating:
 
 
 def _drafting(
-    target: Target,
-    mlp: Any,
-    resident: Callable[[Tensor], Tensor] | None,
-    drafts: LayerDrafts | None,
-    layer: int,
-    rows: int,
-    pack: bool,
+    target: Target, mlp: Any, shared: SwiGLU | None, drafts: LayerDrafts | None, layer: int, pack: bool
 ) -> Callable[[Tensor], Tensor] | None:
-    """Shared experts and the layer's scaled draft expert together, what a draft step runs in the place of `resident`:
-    one wider block where both are restructured, at half the kernel calls. None without draft experts.
+    """What a draft step runs instead of the shared experts: these and the layer's scaled draft expert, as one wider
+    block with half the kernel calls. None without draft experts.
     """
     if drafts is None:
         return None
     if not isinstance(drafts, DraftExperts):
-        return _sum(resident, partial(drafts.forward_layer, layer))
+        alone = partial(drafts.forward_layer, layer)
+        return alone if shared is None else lambda x_TH: shared(x_TH) + alone(x_TH)
     weights: Any = drafts.experts[str(layer)]
     gates_up = [weights.gate_up.chunk(2)]
     downs = [(weights.down.float() * weights.scale.float()).to(weights.down.dtype)]
-    if isinstance(resident, SwiGLU):
+    if shared is not None:
         assert target.family.shared is not None
-        shared = getattr(mlp, target.family.shared)
-        gates_up.insert(0, (shared.gate_proj.weight, shared.up_proj.weight))
-        downs.insert(0, shared.down_proj.weight)
-        resident = None
+        module = getattr(mlp, target.family.shared)
+        gates_up.insert(0, (module.gate_proj.weight, module.up_proj.weight))
+        downs.insert(0, module.down_proj.weight)
     gate_up = torch.cat([part for parts in zip(*gates_up, strict=True) for part in parts])
-    return _sum(resident, SwiGLU(gate_up, torch.cat(downs, dim=1), rows=rows, pack=pack))
+    return SwiGLU(gate_up, torch.cat(downs, dim=1), rows=1, pack=pack)
 
 
-def _sum(first: Callable[[Tensor], Tensor] | None, second: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return second if first is None else lambda x_TH: first(x_TH) + second(x_TH)
-
-
-def _norm(module: Any, fused: bool) -> Callable[[Tensor], Tensor]:
-    if not fused:
+def _norm(target: Target, module: Any) -> Callable[[Tensor], Tensor]:
+    if not restructures_attention(target):
         return module
     weight, eps, shape = module.weight, module.variance_epsilon, module.weight.shape
     return lambda x_TH: F.rms_norm(x_TH, shape, weight, eps)

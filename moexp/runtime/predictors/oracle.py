@@ -13,7 +13,7 @@ import numpy as np
 from moexp.base.errors import MoexpError
 from moexp.runtime.drafters.draft_tree import DraftTree, blocks_of
 from moexp.runtime.drafters.self_tree import NodeRouting, run_nodes
-from moexp.runtime.engine.engine import VERIFY, Engine
+from moexp.runtime.engine.engine import VERIFY, Block, Engine
 from moexp.runtime.predictors.predictor import Routing
 
 Recording = dict[bytes, Routing]
@@ -89,5 +89,5 @@ class OraclePredictor:
             self._filled = self._prompt - 1
         wanted = len(self._text) - 1
         for begin in range(self._filled, wanted, engine.block):
-            engine.step(self._text[begin : min(begin + engine.block, wanted)], VERIFY)
+            engine.run(Block(self._text[begin : min(begin + engine.block, wanted)]), VERIFY)
         self._filled = wanted

@@ -22,7 +22,7 @@ from torch import Tensor
 from moexp.base.errors import MoexpError
 from moexp.runtime.store.slots import PAGE, align_down, align_up
 from moexp.runtime.store.transfer import Plan, Transfer
-from moexp.target.experts import ByteRange, CodedLocation, ExpertIndex, ExpertKey, ExpertLocation, Part
+from moexp.target.experts import PARTS, ByteRange, ExpertIndex, ExpertKey, ExpertLocation
 
 _REFUSED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
@@ -139,16 +139,17 @@ class FileSource:
     def __init__(self, index: ExpertIndex, splits: int = 1, dtype: torch.dtype | None = None) -> None:
         self._files = open_shards(index.files)
         self._itemsize = (dtype or index.dtype).itemsize
-        self._coding, self._coded = index.coding, index.coded
+        self._coding, self._locations = index.coding, index.locations
         self._bases: dict[ExpertKey, list[int]] = {}  # of coded experts: each range's first byte in the slot
         self._splits = splits
         self._plans: dict[ExpertKey, Plan] = {}
         self._copies: dict[ExpertKey, tuple[tuple[int, int, int], ...]] = {}
         self.slot_bytes = 0
         for key, location in index.locations.items():
-            self._add(key, location)
-        for key, coded in index.coded.items():
-            self._add_coded(key, coded, index.elements(key))
+            if index.coding is None:
+                self._add(key, location)
+            else:
+                self._add_coded(key, location, index.elements(key))
 
     @property
     def direct(self) -> bool:
@@ -182,7 +183,7 @@ class FileSource:
         """A coded expert's tensors where they were read to."""
         memory = torch.frombuffer(transfer.slot.buffer, dtype=torch.uint8)
         bases, tensors = self._bases[transfer.key], {}
-        for name, part in self._coded[transfer.key].parts.items():
+        for name, part in self._locations[transfer.key].parts.items():
             start = bases[part.range] + part.offset
             stored = memory[start : start + part.nbytes]
             if start % part.dtype.itemsize:
@@ -208,7 +209,7 @@ class FileSource:
     def _moved_bytes(self, pieces: Sequence[Piece]) -> int:
         return sum(min(p.start + p.length, self._files[p.file].size) - p.start for p in pieces)
 
-    def _add_coded(self, key: ExpertKey, at: CodedLocation, elements: int) -> None:
+    def _add_coded(self, key: ExpertKey, at: ExpertLocation, elements: int) -> None:
         pieces, self._bases[key], room = self._pieces(at.ranges, align_up(elements * self._itemsize))
         matrix = at.width * at.hidden
         bias = 3 * matrix if elements > 3 * matrix else None
@@ -218,12 +219,8 @@ class FileSource:
 
     def _add(self, key: ExpertKey, at: ExpertLocation) -> None:
         pieces, bases, room = self._pieces(at.ranges, 0)
-
-        def place(part: Part) -> int:
-            return bases[part.range] + part.offset
-
         matrix_bytes = at.width * at.hidden * self._itemsize
-        gate, up, down = place(at.gate), place(at.up), place(at.down)
+        gate, up, down = (bases[at.parts[part].range] + at.parts[part].offset for part in PARTS)
         copies = []
         if up != gate + matrix_bytes or gate % self._itemsize:
             copies += [(gate, room, matrix_bytes), (up, room + matrix_bytes, matrix_bytes)]

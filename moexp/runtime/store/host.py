@@ -13,7 +13,7 @@ from moexp.runtime.store.direct_io import DirectFile, open_file, read_into
 from moexp.runtime.store.packed import RecordReader
 from moexp.runtime.store.slots import Slot, map_huge
 from moexp.runtime.store.transfer import Plan, Transfer
-from moexp.target.experts import CodedLocation, ExpertIndex, ExpertKey, ExpertWeights, iter_parts
+from moexp.target.experts import PARTS, ExpertIndex, ExpertKey, ExpertLocation, ExpertWeights
 from moexp.target.pack_format import PackedIndex
 
 
@@ -39,14 +39,15 @@ def load_experts(index: ExpertIndex, dtype: torch.dtype | None = None) -> dict[E
             weights = experts[key] = room.weights(used, down, width, hidden, end if index.biased else None)
             used += index.elements(key)
             if index.coding is not None:
-                index.coding.decode(_stored(files, index.coded[key]), weights)
+                index.coding.decode(_stored(files, index.locations[key]), weights)
                 continue
             if records is not None:
                 records.decode(key, records.read(files, key), weights)
                 continue
             at = index.locations[key]
             targets = (*weights.gate_up.split(at.width), weights.down)
-            for target, (part, _) in zip(targets, iter_parts(at), strict=True):
+            for target, name in zip(targets, PARTS, strict=True):
+                part = at.parts[name]
                 span = at.ranges[part.range]
                 _read(files[span.file], target, span.start + part.offset, index.dtype)
     finally:
@@ -55,7 +56,7 @@ def load_experts(index: ExpertIndex, dtype: torch.dtype | None = None) -> dict[E
     return experts
 
 
-def _stored(files: Sequence[DirectFile], at: CodedLocation) -> dict[str, Tensor]:
+def _stored(files: Sequence[DirectFile], at: ExpertLocation) -> dict[str, Tensor]:
     """A coded expert's tensors as they are stored."""
     tensors = {}
     for name, part in at.parts.items():

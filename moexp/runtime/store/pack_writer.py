@@ -29,7 +29,7 @@ from moexp.config.locations import artifact_path
 from moexp.config.recipe import Recipe
 from moexp.config.run_folder import locked
 from moexp.runtime.store.store import open_store
-from moexp.target.experts import ExpertIndex, ExpertKey, ExpertWeights, checkpoint_files, header_bytes, read_header
+from moexp.target.experts import ExpertIndex, ExpertKey, ExpertWeights
 from moexp.target.load import PADDED_FROM, checkpoint_fingerprint, read_config, target_identity
 from moexp.target.opening import find_target
 from moexp.target.pack_format import (
@@ -45,6 +45,7 @@ from moexp.target.pack_format import (
     read_manifest,
     record_bytes,
 )
+from moexp.target.shards import checkpoint_files, header_bytes, read_header
 from moexp.target.spec import MoESpec
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")

@@ -53,7 +53,7 @@ class RecordReader:
         biases = weights.tensors[2:]
         stop = at.ranges[0].length
         end = stop - sum(bias.numel() for bias in biases) * self.index.dtype.itemsize
-        split = at.down.offset
+        split = self.index.down_offset
         self._matrix(raw[:split], weights.gate_up)
         self._matrix(raw[split:end], weights.down)
         for bias in biases:

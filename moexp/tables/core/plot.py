@@ -1,4 +1,4 @@
-"""What figures share: a PNG and an SVG beside a CSV of what they show, their look, and a routing trace's tables.
+"""What figures share: a PNG and an SVG beside a CSV of what they show, and their look.
 
 A figure is drawn from the rows of its CSV and from nothing else, and every row is tagged. The same records give the
 same bytes. matplotlib is imported only to draw, and never through pyplot; torch not at all.
@@ -6,19 +6,15 @@ same bytes. matplotlib is imported only to draw, and never through pyplot; torch
 
 from __future__ import annotations
 
-import csv
 import io
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from moexp.base import atomic
-from moexp.base.errors import MoexpError
-from moexp.tables.core.provenance import provenance_text
-from moexp.tables.core.run import invocations, read_json
-from moexp.tables.core.table import Cell, Row, to_csv
+from moexp.tables.core.table import Row, number, to_csv
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -78,11 +74,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """File types of a figure's image, and what each says of itself: no date and no version."""
 
-LOAD, UNION, MANIFEST = "expert_load.csv", "union_growth.csv", "manifest.json"
-"""Files of a trace's folder, which `moexp.learn.trace.trace` writes."""
-
-GROWTH_COLUMNS = ["block_length", "unique_verify_per_layer", "lowest_layer", "highest_layer", "uniform", "blocks"]
-
 
 @dataclass(frozen=True)
 class Plot:
@@ -103,6 +94,27 @@ class Plot:
     draw: Callable[[Figure, list[Row]], None]
     height: float
     sources: list[str]
+
+
+Data = TypeVar("Data")
+
+
+class FigureSpec(NamedTuple, Generic[Data]):
+    """How a figure is made: from a run's data and the folder of a routing trace; None where they do not allow it.
+
+    `tables` are those whose runs it is drawn from; none: the routing trace alone.
+    """
+
+    make: Callable[[Data, Path | None], Plot | None]
+    tables: tuple[int, ...]
+
+
+def make_plots(
+    specs: Mapping[str, FigureSpec[Data]], data: Data, trace: Path | None, only: Collection[str] | None
+) -> list[Plot]:
+    """The figures (those named in `only`; None: all) that the data and the trace allow."""
+    plots = [spec.make(data, trace) for name, spec in specs.items() if only is None or name in only]
+    return [plot for plot in plots if plot is not None]
 
 
 def write_plot(folder: Path, plot: Plot) -> list[Path]:
@@ -135,38 +147,35 @@ def render(plot: Plot, kind: str = "png") -> bytes:
         engine.set(rect=(0, below / height, 1, 1 - below / height), w_pad=0.08, h_pad=0.06)
         figure.suptitle(plot.title, x=0.01, ha="left", fontsize=10.5, fontweight="bold")
         plot.draw(figure, plot.rows)
-        place = 0.5 * FOOTER_PT / 72 / height
-        figure.text(0.01, place, "\n".join(lines), fontsize=FOOTER_PT, color="#555555", va="bottom", linespacing=1.3)
+        bottom = 0.5 * FOOTER_PT / 72 / height
+        figure.text(0.01, bottom, "\n".join(lines), fontsize=FOOTER_PT, color="#555555", va="bottom", linespacing=1.3)
         figure.savefig(out, format=kind, metadata=KINDS[kind])
     return out.getvalue()
-
-
-def run_source(folder: Path) -> str:
-    """Where a run folder comes from, in a line."""
-    return f"Provenance of the run: {provenance_text(invocations(folder))}."
 
 
 # --- series ---
 
 
 def draw_series(
-    axes: Axes, places: Sequence[float], rows: Sequence[Row], name: str, look: Look, label: str, *, joined: bool = True
+    axes: Axes, xs: Sequence[float], rows: Sequence[Row], name: str, look: Look, label: str, *, joined: bool = True
 ) -> None:
-    """A series of a column's values, with their intervals where the rows have them.
-
-    Args:
-        places: where on the x axis each row stands.
-        joined: whether a line goes through the points.
-    """
+    """A series of a column's values at `xs`, with their intervals where the rows have them; `joined` by a line."""
     axes.plot(
-        places, [number(row[name]) for row in rows], color=look.color, marker=look.marker, label=label,
+        xs, [number(row[name]) for row in rows], color=look.color, marker=look.marker, label=label,
         linestyle=look.line if joined else "none", markersize=8 if look.marker == "*" else 5, linewidth=1.4,
         markerfacecolor="white" if look.hollow else look.color,
     )  # fmt: skip
-    for place, row in zip(places, rows, strict=True):
+    for x, row in zip(xs, rows, strict=True):
         if row.get(f"{name}_lo") is not None:
             ends = [number(row[f"{name}_lo"]), number(row[f"{name}_hi"])]
-            axes.plot([place, place], ends, color=look.color, linewidth=1.2, alpha=0.7, marker="_", markersize=4)
+            axes.plot([x, x], ends, color=look.color, linewidth=1.2, alpha=0.7, marker="_", markersize=4)
+
+
+def draw_interval(axes: Axes, row: Row, name: str, y: float, *, factor: float = 1.0, **style: Any) -> None:
+    """The interval of a horizontal bar, where the row has one."""
+    if row[f"{name}_lo"] is not None:
+        ends = [factor * number(row[f"{name}_lo"]), factor * number(row[f"{name}_hi"])]
+        axes.plot(ends, [y, y], **style)
 
 
 def legend_beside(axes: Axes) -> None:
@@ -181,60 +190,3 @@ def plain_log(axis: MatplotlibAxis) -> None:
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(lambda value, _: f"{value:g}")
-
-
-# --- a routing trace ---
-
-
-def read_trace(trace: Path | None, name: str) -> list[Row]:
-    """Rows of a trace's table; empty where there is none.
-
-    Raises:
-        MoexpError: it is not such a table.
-    """
-    path = None if trace is None else trace / name
-    if path is None or not path.exists():
-        return []
-    try:
-        with open(path, encoding="utf-8", newline="") as file:
-            return [{key: _number(key, cell) for key, cell in row.items()} for row in csv.DictReader(file)]
-    except (OSError, ValueError) as error:
-        raise MoexpError(f"not a table of a trace: {error}", where=str(path)) from error
-
-
-def trace_source(trace: Path) -> str:
-    """Where a trace comes from, in a line."""
-    provenance = (read_json(trace / MANIFEST) or {}).get("provenance")
-    return f"Provenance of the routing trace: {provenance_text([provenance] if provenance else [])}."
-
-
-def growth_rows(trace: Path | None) -> list[Row]:
-    """Union growth by block length, as far as the trace's texts are long enough."""
-    return [row for row in read_trace(trace, UNION) if row.get("unique_verify_per_layer") is not None]
-
-
-def draw_growth(axes: Axes, rows: Sequence[Row]) -> None:
-    """Experts a layer against block length: mean, lowest and highest layer, and the uniform bound."""
-    lengths, mean, lowest, highest, uniform, _ = ([number(row[name]) for row in rows] for name in GROWTH_COLUMNS)
-    tag = rows[0]["tag"]
-    axes.plot(lengths, uniform, color=BLACK, linestyle="--", linewidth=1.2, label="uniform routing (formula)")
-    axes.plot(lengths, mean, color=BLUE, marker="o", markersize=4, label=f"mean of the layers ({tag})")
-    axes.fill_between(lengths, lowest, highest, color=BLUE, alpha=0.18, linewidth=0, label="lowest to highest layer")
-    axes.set_xticks(lengths)
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel("unique experts a layer")
-    axes.grid(axis="y")
-
-
-def number(value: Cell) -> float:
-    """A cell that must hold a number."""
-    assert isinstance(value, int | float), value
-    return float(value)
-
-
-def _number(key: str, cell: str) -> Cell:
-    if key == "tag":
-        return cell
-    if not cell:
-        return None
-    return int(cell) if cell.isdecimal() else float(cell)

@@ -1,11 +1,15 @@
-"""Where measured numbers come from, in one line."""
+"""Where numbers come from, in words: command, commit, hardware, seed and versions of the runs that gave them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
-from moexp.tables.core.run import Measured
+from moexp.tables.core.run import Measured, invocations, read_json
+
+TRACE_MANIFEST = "manifest.json"
+"""File of a routing trace's folder that holds its provenance."""
 
 
 def provenance_lines(sources: Sequence[Measured]) -> list[str]:
@@ -29,28 +33,51 @@ def provenance_lines(sources: Sequence[Measured]) -> list[str]:
     return lines
 
 
+def run_source(folder: Path) -> str:
+    """Where a run folder comes from, in a line."""
+    return f"Provenance of the run: {provenance_text(invocations(folder))}."
+
+
+def trace_source(trace: Path) -> str:
+    """Where a routing trace comes from, in a line."""
+    provenance = (read_json(trace / TRACE_MANIFEST) or {}).get("provenance")
+    return f"Provenance of the routing trace: {provenance_text([provenance] if provenance else [])}."
+
+
 def provenance_text(runs: Sequence[dict[str, Any]], *, threads: Any = None) -> str:
     """One line without dates; several invocations (a resumed run) show every command and commit once."""
     if not runs:
         return "not recorded"
-
-    def once(values: Iterable[Any]) -> str:
-        return ", ".join(dict.fromkeys(str(value) for value in values if value is not None)) or "unknown"
-
-    def commit(run: dict[str, Any]) -> str | None:
-        git = run.get("git") or {}
-        return None if git.get("commit") is None else git["commit"][:12] + (" (dirty)" if git.get("dirty") else "")
-
-    hardware, versions = runs[-1].get("hardware", {}), runs[-1].get("versions", {})
-    memory = hardware.get("memory_gib")
     parts = [
-        f"command `{once(run.get('command') for run in runs)}`",
-        f"commit {once(map(commit, runs))}",
-        f"{hardware.get('cpu') or 'unknown CPU'}, {hardware.get('cores')} cores"
-        + (f", {memory} GiB" if memory else "")
-        + "".join(f", {gpu}" for gpu in hardware.get("gpus") or ()),
+        f"command `{distinct(run.get('command') for run in runs)}`",
+        f"commit {distinct(map(commit_text, runs))}",
+        hardware_text(runs[-1].get("hardware", {})),
         *([] if threads is None else [f"compute threads {threads}"]),
-        f"seed {once(run.get('seed') for run in runs)}",
-        ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+        f"seed {distinct(run.get('seed') for run in runs)}",
+        versions_text(runs[-1]),
     ]
     return "; ".join(parts)
+
+
+def distinct(values: Iterable[Any], separator: str = ", ", missing: str = "unknown") -> str:
+    """The different values in order, without None; `missing` where none is left."""
+    return separator.join(dict.fromkeys(str(value) for value in values if value is not None)) or missing
+
+
+def commit_text(run: dict[str, Any]) -> str | None:
+    """The first digits of an invocation's commit; None where it is not known."""
+    git = run.get("git") or {}
+    return None if git.get("commit") is None else str(git["commit"])[:12] + (" (dirty)" if git.get("dirty") else "")
+
+
+def hardware_text(hardware: dict[str, Any]) -> str:
+    """CPU, cores, memory and GPUs."""
+    parts = [hardware.get("cpu") or "unknown CPU", f"{hardware.get('cores')} cores"]
+    if hardware.get("memory_gib"):
+        parts.append(f"{hardware['memory_gib']} GiB")
+    return ", ".join([*parts, *map(str, hardware.get("gpus") or ())])
+
+
+def versions_text(run: dict[str, Any]) -> str:
+    """The versions that an invocation recorded."""
+    return ", ".join(f"{name} {version}" for name, version in (run.get("versions") or {}).items() if version)

@@ -4,31 +4,46 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from moexp import metrics
 from moexp.metrics import Array, Interval, Ratio
+from moexp.records import StepRecord
 from moexp.tables.core.run import ArmRecords
 from moexp.tables.core.table import Row, set_interval
 
 Arms = Mapping[int, ArmRecords]
-Of = Callable[[ArmRecords], Ratio]
+"""Prompt -> what one method did with it."""
+
+ArmMetric = Callable[[ArmRecords], Ratio]
+StepMetric = Callable[[Iterable[StepRecord]], Ratio]
 
 
+def steps_of(arms: Arms) -> list[StepRecord]:
+    """The cycles of all prompts."""
+    return [step for arm in arms.values() for step in arm.steps]
+
+
+def of_steps(metric: StepMetric) -> ArmMetric:
+    """A metric of cycles as one of what a method did with a prompt."""
+    return lambda arm: metric(arm.steps)
+
+
+@dataclass(kw_only=True)
 class Bootstrapped:
     """Figures of a run with 95% bootstrap intervals over prompts, from `samples` of them."""
 
-    samples: int
+    samples: int = 2000
 
-    def over(self, arms: Iterable[ArmRecords], of: Of) -> Interval:
+    def over(self, arms: Arms, metric: ArmMetric) -> Interval:
         """A ratio, pooled over prompts."""
-        return metrics.bootstrap([of(arm) for arm in arms], samples=self.samples)
+        return metrics.bootstrap([metric(arm) for arm in arms.values()], samples=self.samples)
 
-    def against(self, arms: Arms, of: Of, base: Arms, of_base: Of) -> Interval:
+    def against(self, arms: Arms, metric: ArmMetric, base: Arms, base_metric: ArmMetric) -> Interval:
         """A quotient of two methods over the prompts that both decoded."""
-        both = [request for request in arms if request in base]
-        pairs = [(of(arms[request]), of_base(base[request])) for request in both]
+        pairs = [(metric(arms[prompt]), base_metric(base[prompt])) for prompt in arms if prompt in base]
         return metrics.bootstrap_quotient(pairs, samples=self.samples)
 
     def median_against(self, pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Interval:
@@ -37,8 +52,8 @@ class Bootstrapped:
         if not above or not below:
             return Interval(None, None, None, len(pairs))
         # A row counts what its prompt holds of each value, so that a sample's column sums are the values' weights.
-        of_prompt = np.array([n for side in (0, 1) for n, pair in enumerate(pairs) for _ in pair[side]])
-        rows_PN = (np.arange(len(pairs))[:, None] == of_prompt).astype(float)
+        prompt_of_N = np.array([n for side in (0, 1) for n, pair in enumerate(pairs) for _ in pair[side]])
+        rows_PN = (np.arange(len(pairs))[:, None] == prompt_of_N).astype(float)
 
         def quotient(times_SN: Array) -> Array:
             return _medians(above, times_SN[:, : len(above)]) / _medians(below, times_SN[:, len(above) :])
@@ -48,11 +63,11 @@ class Bootstrapped:
 
 
 def _medians(values: Sequence[float], times_SN: Array) -> Array:
-    """In each sample, the median of the values, each taken so many times; NaN where none is taken."""
+    """In each sample, the median of the values, each drawn so many times; NaN where none is drawn."""
     order = np.argsort(values)
     upto_SN = times_SN[:, order].cumsum(axis=1)
     total_S1 = upto_SN[:, -1:]
-    middle = [(upto_SN >= place).argmax(axis=1) for place in ((total_S1 + 1) // 2, total_S1 // 2 + 1)]
+    middle = [(upto_SN >= rank).argmax(axis=1) for rank in ((total_S1 + 1) // 2, total_S1 // 2 + 1)]
     ordered = np.array(values)[order]
     return np.where(total_S1[:, 0] > 0, (ordered[middle[0]] + ordered[middle[1]]) / 2, np.nan)
 
@@ -75,13 +90,13 @@ def throughput(run: Bootstrapped, arms: Arms, ar: Arms | None, top_k: int) -> Ro
         return Ratio(alpha.num * top_k, layers.num / (layers.den / alpha.den)) if layers.den else Ratio()
 
     row: Row = {}
-    set_interval(row, "tokens_per_s", run.over(arms.values(), rate))
+    set_interval(row, "tokens_per_s", run.over(arms, rate))
     set_interval(row, "speedup", None if ar is None else run.against(arms, rate, ar, rate))
-    set_interval(row, "alpha", run.over(arms.values(), lambda arm: metrics.alpha(arm.steps)))
-    set_interval(row, "bytes_per_token", run.over(arms.values(), lambda arm: metrics.bytes_per_token(arm.steps)))
-    set_interval(row, "byte_bound", None if ar is None else run.over(arms.values(), bound))
-    for part, each in metrics.time_profile(step for arm in arms.values() for step in arm.steps).items():
-        row[f"{part}_ms"] = None if each.value is None else 1000 * each.value
+    set_interval(row, "alpha", run.over(arms, of_steps(metrics.alpha)))
+    set_interval(row, "bytes_per_token", run.over(arms, of_steps(metrics.bytes_per_token)))
+    set_interval(row, "byte_bound", None if ar is None else run.over(arms, bound))
+    for part, seconds in metrics.time_profile(steps_of(arms)).items():
+        row[f"{part}_ms"] = None if seconds.value is None else 1000 * seconds.value
     return row
 
 
@@ -89,10 +104,10 @@ def sameness(arms: Arms, ar: Arms, temperature: float) -> Row:
     """Whether the ids are those of AR. When sampling, methods draw different texts of one distribution."""
     if temperature:
         return {"output": "exact in distribution", "identical": None}
-    both = [request for request in arms if request in ar]
-    same = sum(arms[request].request.tokens == ar[request].request.tokens for request in both)
+    both = [prompt for prompt in arms if prompt in ar]
     if not both:
         return {"output": None, "identical": None}
+    same = sum(arms[prompt].request.tokens == ar[prompt].request.tokens for prompt in both)
     return {"output": "exact" if same == len(both) else "lossy", "identical": f"{same}/{len(both)}"}
 
 

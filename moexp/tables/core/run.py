@@ -11,17 +11,11 @@ from moexp.base.errors import MoexpError
 from moexp.records import RequestRecord, StepRecord, read_records
 from moexp.tables.core.tags import MEASURED
 
-SETTINGS, PROBE, PROVENANCE = "settings.json", "probe.json", "provenance.json"
-
-
-NEW_TOKENS = "new_tokens"  # in the settings: what a run with a time limit settled on, a prompt
-
-
-PROBES = "probes.jsonl"
-
-
+SETTINGS, PROBE, PROBES, PROVENANCE = "settings.json", "probe.json", "probes.jsonl", "provenance.json"
 STEPS, REQUESTS = "steps.jsonl", "requests.jsonl"
 """Files of one platform's folder."""
+
+NEW_TOKENS = "new_tokens"  # in the settings: what a run with a time limit settled on, a prompt
 
 
 @dataclass(frozen=True)
@@ -60,12 +54,12 @@ def load_measured(folder: Path) -> Measured | None:
         steps.setdefault((step.request, step.method), []).append(step)
     arms: dict[str, dict[int, ArmRecords]] = {}
     for request in read_records(folder / REQUESTS, RequestRecord, resuming=True):
-        mine = steps.get((request.request, request.method), [])
-        if sum(step.emitted for step in mine) != request.new_tokens:
+        cycles = steps.get((request.request, request.method), [])
+        if sum(step.emitted for step in cycles) != request.new_tokens:
             raise MoexpError(
                 f"steps of request {request.request} by {request.method} are missing or doubled", where=str(folder)
             )
-        arms.setdefault(request.method, {})[request.request] = ArmRecords(request, mine)
+        arms.setdefault(request.method, {})[request.request] = ArmRecords(request, cycles)
     if not arms:
         return None
     settings = read_json(folder / SETTINGS) or {}

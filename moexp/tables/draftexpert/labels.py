@@ -10,6 +10,13 @@ TOP_1_FULL = "top-1 full"
 METHODS = (AR, *TOP_R.values(), TOP_1_FULL, FIXED, TRUNCATED, FULL)
 """Labels in the records, in the order of the tables."""
 
+DRAFT_EXPERT = "draft-expert"
+DRAFTERS = {**{name: name for name in TOP_R.values()}, DRAFT_EXPERT: FIXED}
+"""Drafter -> the method that drafts `DRAFT_TOKENS` with it in every block."""
+
+POLICIES = {"ar": AR, "fixed": FIXED, "confidence-expansion": TRUNCATED, "confidence-expansion+prefetch": FULL}
+"""Policy of table 4 -> the method that has it."""
+
 DRAFT_TOKENS = 4  # K of table 3
 RESIDENT, ABLATION, DRAFT_METRICS, TARGET = "resident", "ablation", "draft_metrics.json", "target.json"
 LOSSES = ("top-1 (untrained)", "+ residual", "+ logit/token", "+ router")
@@ -19,14 +26,24 @@ SHORT = {
     "confidence-expansion+prefetch": "conf+exp+prefetch",
     FIXED: "- fixed K",
     TRUNCATED: "- no prefetch",
-    FULL: "draft-expert",
+    FULL: DRAFT_EXPERT,
     TOP_1_FULL: "top-1 as ours",
 }
 
 
+def short(name: object) -> str:
+    """A method or policy as views name it."""
+    return SHORT.get(str(name), str(name))
+
+
+def row_method(label: str) -> str:
+    """A method's name in the tables' rows: the full method is `draft-expert`."""
+    return DRAFT_EXPERT if label == FULL else label
+
+
 def settings_text(platform: Measured, method: str) -> str | None:
     """A method's parameters, in short."""
-    known = {kept["name"]: kept for kept in platform.settings.get("methods", [])}.get(method)
+    known = {settings["name"]: settings for settings in platform.settings.get("methods", [])}.get(method)
     if known is None or known["drafter"] == "ar":
         return None
     parts = [f"K={known['max_draft']}"]

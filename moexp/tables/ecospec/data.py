@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moexp import metrics
 from moexp.metrics import Ratio
 from moexp.records import StepRecord
 from moexp.tables.core.rows import Bootstrapped
 from moexp.tables.core.run import ArmRecords, Measured, load_measured, read_json
 
 AR, DRAFT_EXPERT, GTO = "ar", "draft-expert", "GTO"
-ECOSPEC, GLOBAL, ORACLE, CHEAPEST, EPSILON = "EcoSpec", "global", "oracle", "cheapest", "epsilon"
+CONFIDENCE, ECOSPEC, GLOBAL, ORACLE, CHEAPEST, EPSILON = (
+    "confidence", "EcoSpec", "global", "oracle", "cheapest", "epsilon",
+)  # fmt: skip
+"""Selections; by confidence is the baseline, which labels do not name."""
 T0, T1, GAMMA, BATCH = "t0", "t1", "gamma-", "batch-"
 TARGET = "ecospec_target.json"
 PLATFORMS = ("resident", "local-disk")
@@ -27,9 +29,9 @@ def method_name(drafter: str, strategy: str) -> str:
 
 
 def parts_of(label: str) -> tuple[str, str]:
-    """The drafter and the selection of a label ("confidence" for the baseline)."""
+    """The drafter and the selection of a label."""
     drafter, _, strategy = label.partition(" + ")
-    return drafter, strategy or "confidence"
+    return drafter, strategy or CONFIDENCE
 
 
 @dataclass
@@ -38,68 +40,56 @@ class EcoRun(Bootstrapped):
 
     Attributes:
         platform: of `PLATFORMS`.
+        folder: of all platforms.
         target: geometry and sizes.
         by_temperature: the main runs.
         by_gamma: the sweep, the main run's own gamma included.
         by_batch: by number of requests decoded together.
-        samples: of the bootstrap.
     """
 
     platform: str
+    folder: Path
     target: dict[str, Any]
     by_temperature: dict[float, Measured] = field(default_factory=dict)
     by_gamma: dict[int, Measured] = field(default_factory=dict)
     by_batch: dict[int, Measured] = field(default_factory=dict)
-    samples: int = 2000
+
+    @property
+    def greedy(self) -> Measured | None:
+        """The main run at T = 0."""
+        return self.by_temperature.get(0.0)
 
 
 def load_eco_runs(folder: Path, samples: int = 2000) -> list[EcoRun]:
     """A run folder by platform; a single empty one where nothing is measured yet."""
-    found = [platform for platform in PLATFORMS if (folder / platform).is_dir()]
-    return [load_eco_run(folder, samples, platform) for platform in found or PLATFORMS[:1]]
+    platforms = [platform for platform in PLATFORMS if (folder / platform).is_dir()]
+    return [load_eco_run(folder, samples, platform) for platform in platforms or PLATFORMS[:1]]
 
 
 def load_eco_run(folder: Path, samples: int = 2000, platform: str = PLATFORMS[0]) -> EcoRun:
     """One platform of a run folder; what is not measured yet is left out."""
-    run = EcoRun(platform, read_json(folder / TARGET) or {}, samples=samples)
-    folder = folder / platform
-    for temperature, place in ((0.0, T0), (1.0, T1)):
-        found = _load_part(folder / place)
-        if found is not None:
-            run.by_temperature[temperature] = found
-    for prefix, kept in ((GAMMA, run.by_gamma), (BATCH, run.by_batch)):
-        for path in sorted(folder.glob(f"{prefix}*")):
-            found = _load_part(path)
-            if found is not None:
-                kept[int(path.name.removeprefix(prefix))] = found
-    if 0.0 in run.by_temperature and "gamma" in run.target:
-        run.by_gamma[int(run.target["gamma"])] = run.by_temperature[0.0]
+    run = EcoRun(platform, folder, read_json(folder / TARGET) or {}, samples=samples)
+    for path in sorted((folder / platform).glob("*")):
+        measured = _load_part(path)
+        if measured is None:
+            continue
+        if path.name in (T0, T1):
+            run.by_temperature[1.0 if path.name == T1 else 0.0] = measured
+        for prefix, by_size in ((GAMMA, run.by_gamma), (BATCH, run.by_batch)):
+            if path.name.startswith(prefix):
+                by_size[int(path.name.removeprefix(prefix))] = measured
+    if run.greedy is not None and "gamma" in run.target:
+        run.by_gamma[int(run.target["gamma"])] = run.greedy
     return run
 
 
 def _load_part(folder: Path) -> Measured | None:
-    """One part's records, its methods in the order in which they were asked for, whichever was the first to end."""
-    found = load_measured(folder)
-    if found is None:
-        return None
-    asked = {method["name"]: place for place, method in enumerate(found.settings.get("methods", ()))}
-    found.arms = dict(sorted(found.arms.items(), key=lambda one: asked.get(one[0], len(asked))))
-    return found
-
-
-def nodes_verified(arm: ArmRecords) -> Ratio:
-    """Rows of a verification step, the pending token included."""
-    return metrics.pooled(Ratio(step.drafted + 1, 1) for step in arm.steps)
-
-
-def predict_time(arm: ArmRecords) -> Ratio:
-    """Seconds of a predictor of its own, a cycle."""
-    return metrics.pooled(Ratio(step.predict_s, 1) for step in arm.steps if step.predict_s is not None)
-
-
-def bytes_moved(arm: ArmRecords) -> Ratio:
-    """Bytes that the store read, a cycle."""
-    return metrics.pooled(Ratio(step.store["read_bytes"], 1) for step in arm.steps if "read_bytes" in step.store)
+    """One part's records, its methods in the order of the settings, whichever was the first to end."""
+    measured = load_measured(folder)
+    if measured is not None:
+        order = {method["name"]: rank for rank, method in enumerate(measured.settings.get("methods", ()))}
+        measured.arms = dict(sorted(measured.arms.items(), key=lambda arm: order.get(arm[0], len(order))))
+    return measured
 
 
 def batch_cycles(arms: Iterable[ArmRecords]) -> list[StepRecord]:

@@ -11,24 +11,24 @@ taken for each other they would only draft tokens that are never accepted.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from moexp.base.atomic import new_folder
 from moexp.base.errors import MoexpError
 from moexp.target.heads.draft_vocab import checked_vocab
 from moexp.target.heads.eagle_head import FEATURES, EagleConfig, EagleHead, default_feature_layers
-from moexp.target.heads.head_files import check_names, list_tensors, read_json, read_tensors
+from moexp.target.shards import check_names, list_tensors, read_tensors, shapes_of
 from moexp.target.spec import MoESpec
+from moexp.target.trained import TrainedFiles, read_json
 
-WEIGHTS, CONFIG, HEADER = "model.safetensors", "config.json", "moexp_head.json"
+FILES = TrainedFiles("a head", "model.safetensors", "moexp_head.json", "moexp-eagle3-1", "train-drafter")
+WEIGHTS, CONFIG, HEADER = FILES.weights, "config.json", FILES.header
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-FORMAT = "moexp-eagle3-1"
 WHAT = "an EAGLE-3 head"
 MAPS = ("d2t", "t2d")
 
@@ -40,13 +40,10 @@ def save_eagle_head(folder: Path, head: EagleHead, fingerprint: str, details: di
         fingerprint: of the target (`target_identity`).
         details: recipe, metrics and provenance, for people to read.
     """
-    header = {"format": FORMAT, "target": fingerprint, **(details or {})}
-    tensors = {name: tensor.detach().contiguous() for name, tensor in head.state_dict().items()}
-    dtype = str(head.fc.weight.dtype).removeprefix("torch.")
+    config = config_to_json(head.config, str(head.fc.weight.dtype).removeprefix("torch."))
     with new_folder(folder) as temp:
-        save_file(tensors, temp / WEIGHTS, metadata={"format": "pt"})
-        (temp / CONFIG).write_text(json.dumps(config_to_json(head.config, dtype), indent=2) + "\n")
-        (temp / HEADER).write_text(json.dumps(header, indent=2) + "\n")
+        (temp / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        FILES.write_into(temp, head.state_dict(), fingerprint, details or {}, metadata={"format": "pt"})
 
 
 def load_eagle_head(
@@ -71,23 +68,29 @@ def load_eagle_head(
             that does not fit.
     """
     folder = Path(folder)
-    json_config = read_json(folder / CONFIG, what=WHAT)
+    published = read_json(folder / CONFIG, valid=WHAT)
     entries = list_tensors(folder)
-    shapes = {name: entry.shape for name, entry in entries.items()}
-    _check_version(shapes, json_config, folder)
-    config = config_from_json(json_config, shapes, spec, where=str(folder / CONFIG))
+    shapes = shapes_of(entries)
+    _check_version(shapes, published, folder)
+    config = config_from_json(published, shapes, spec, where=str(folder / CONFIG))
     _check_target(config, shapes, spec, folder)
-    _check_fingerprint(folder, fingerprint)
+    if fingerprint and (folder / HEADER).is_file():
+        header = read_json(folder / HEADER, valid=WHAT)
+        if header.get("target"):
+            FILES.check_target(header, fingerprint, folder)
 
-    maps = read_tensors(entries, [name for name in MAPS if name in entries], dtype)
+    def read(names: Iterable[str]) -> dict[str, Tensor]:
+        return read_tensors(entries, names, lambda name: dtype)
+
+    maps = read([name for name in MAPS if name in entries])
     vocab = checked_vocab(
         maps.get("d2t"), maps.get("t2d"), draft=config.draft_vocab, vocab=spec.vocab_size, where=str(folder)
     )
     head = EagleHead(config, vocab, embedding, device="meta")
-    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items() if name not in MAPS}
-    found = {name: shape for name, shape in shapes.items() if name not in MAPS}
-    check_names(expected, found, where=str(folder), what=WHAT)
-    head.load_state_dict(read_tensors(entries, expected, dtype), strict=False, assign=True)
+    expected = {name: shape for name, shape in shapes_of(head.state_dict()).items() if name not in MAPS}
+    stored = {name: shape for name, shape in shapes.items() if name not in MAPS}
+    check_names(expected, stored, where=str(folder), what=WHAT)
+    head.load_state_dict(read(expected), strict=False, assign=True)
     return head.eval().requires_grad_(False)
 
 
@@ -180,71 +183,38 @@ def eagle_version(shapes: Mapping[str, tuple[int, ...]]) -> int | None:
 
 
 def _check_version(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any], folder: Path) -> None:
-    version = eagle_version(shapes)
-    if version == 1:
-        raise MoexpError(
-            "an EAGLE-1 head: fc reads 2H (embedding and last state), and there is no midlayer",
-            where=str(folder),
-            valid="an EAGLE-3 head: fc reads 3H (three layers), one midlayer, d2t and t2d",
-        )
-    if version is None:
-        raise MoexpError(
-            f"no EAGLE head: {', '.join(sorted(shapes)[:3]) or 'no tensors'} ...", where=str(folder), valid=WHAT
-        )
+    version, fused = eagle_version(shapes), shapes.get("fc.weight")
     names = [str(name) for name in config.get("architectures") or []]
-    if any("Eagle" in name and "Eagle3" not in name for name in names):
-        raise MoexpError(
-            f"the config says EAGLE-1 ({names[0]}), but the tensors are those of an EAGLE-3 head",
-            where=str(folder),
-            valid=f"architectures: [{ARCHITECTURE}]",
-        )
-    fused = shapes.get("fc.weight")
-    if fused is not None and "hidden_size" in config and fused[1] == 2 * int(config["hidden_size"]):
-        raise MoexpError(
-            "a midlayer like EAGLE-3's, but fc reads 2H like EAGLE-1's", where=str(folder), valid="fc [H, 3H]"
-        )
+    if version == 1:
+        what = "an EAGLE-1 head: fc reads 2H (embedding and last state), and there is no midlayer"
+        valid = "an EAGLE-3 head: fc reads 3H (three layers), one midlayer, d2t and t2d"
+    elif version is None:
+        what, valid = f"no EAGLE head: {', '.join(sorted(shapes)[:3]) or 'no tensors'} ...", WHAT
+    elif any("Eagle" in name and "Eagle3" not in name for name in names):
+        what = f"the config says EAGLE-1 ({names[0]}), but the tensors are those of an EAGLE-3 head"
+        valid = f"architectures: [{ARCHITECTURE}]"
+    elif fused is not None and "hidden_size" in config and fused[1] == 2 * int(config["hidden_size"]):
+        what, valid = "a midlayer like EAGLE-3's, but fc reads 2H like EAGLE-1's", "fc [H, 3H]"
+    else:
+        return
+    raise MoexpError(what, where=str(folder), valid=valid)
 
 
 def _check_target(config: EagleConfig, shapes: Mapping[str, tuple[int, ...]], spec: MoESpec, folder: Path) -> None:
-    where = str(folder)
-    if config.target_hidden != spec.hidden_size:
-        raise MoexpError(
-            f"a head for a target of width {config.target_hidden}, but this one's is {spec.hidden_size}",
-            where=where,
-            valid="a head trained on this very target",
-        )
-    if config.vocab != spec.vocab_size:
-        raise MoexpError(
-            f"a head for a vocabulary of {config.vocab}, but the target has {spec.vocab_size} tokens",
-            where=where,
-            valid="a head trained on this very target",
-        )
-    if len(config.feature_layers) != FEATURES or not all(0 <= n < spec.num_layers for n in config.feature_layers):
-        raise MoexpError(
-            f"a head that reads layers {list(config.feature_layers)} of a target with {spec.num_layers}",
-            where=where,
-            valid=f"{FEATURES} layers from 0 to {spec.num_layers - 1}",
-        )
-    if config.hidden != config.target_hidden and not config.own_embedding:
-        raise MoexpError(
-            f"a head of width {config.hidden} for a target of width {config.target_hidden} without an embedding",
-            where=where,
-            valid="embed_tokens.weight in the head, or equal widths",
-        )
+    valid = f"{FILES.what} trained on this very target"
     rows = shapes.get("lm_head.weight", (config.draft_vocab,))[0]
-    if rows != config.draft_vocab:
-        raise MoexpError(
-            f"lm_head has {rows} rows, but draft_vocab_size is {config.draft_vocab}", where=where, valid="equal sizes"
-        )
-
-
-def _check_fingerprint(folder: Path, fingerprint: str) -> None:
-    if not fingerprint or not (folder / HEADER).is_file():
+    if config.target_hidden != spec.hidden_size:
+        what = f"a head for a target of width {config.target_hidden}, but this one's is {spec.hidden_size}"
+    elif config.vocab != spec.vocab_size:
+        what = f"a head for a vocabulary of {config.vocab}, but the target has {spec.vocab_size} tokens"
+    elif len(config.feature_layers) != FEATURES or not all(0 <= n < spec.num_layers for n in config.feature_layers):
+        what = f"a head that reads layers {list(config.feature_layers)} of a target with {spec.num_layers}"
+        valid = f"{FEATURES} layers from 0 to {spec.num_layers - 1}"
+    elif config.hidden != config.target_hidden and not config.own_embedding:
+        what = f"a head of width {config.hidden} for a target of width {config.target_hidden} without an embedding"
+        valid = "embed_tokens.weight in the head, or equal widths"
+    elif rows != config.draft_vocab:
+        what, valid = f"lm_head has {rows} rows, but draft_vocab_size is {config.draft_vocab}", "equal sizes"
+    else:
         return
-    named = read_json(folder / HEADER, what=WHAT).get("target", "")
-    if named and named != fingerprint:
-        raise MoexpError(
-            f"a head of target {named[:12]}, but the target is {fingerprint[:12]}",
-            where=str(folder),
-            valid="a head trained on this very target",
-        )
+    raise MoexpError(what, where=str(folder), valid=valid)

@@ -11,85 +11,68 @@ Shape suffixes: E experts, I expert width, H hidden size.
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from moexp.base.atomic import new_folder
 from moexp.base.errors import MoexpError
-from moexp.target.heads.head_files import Entry, check_names, list_tensors, read_json, read_tensors
+from moexp.target.coding import SCALE, fp8_block
 from moexp.target.heads.mtp_head import MtpHead, decoder_layer, shared_parts
+from moexp.target.shards import check_names, list_tensors, read_tensors, shapes_of
+from moexp.target.trained import TrainedFiles, read_json
 
-WEIGHTS, HEADER = "mtp_head.safetensors", "mtp_head.json"
-FORMAT = "moexp-mtp-head-1"
 WHAT = "an MTP head"
+FILES = TrainedFiles(WHAT, "mtp_head.safetensors", "mtp_head.json", "moexp-mtp-head-1", "train-drafter")
+WEIGHTS, HEADER = FILES.weights, FILES.header
 SHARED_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 FP32 = ("mlp.gate.weight", "mlp.gate.e_score_correction_bias")  # transformers keeps routers in fp32
 _EXPERT = re.compile(r"layer\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
 _OWN = ("enorm.", "hnorm.", "eh_proj.", "shared_head.")
 
 
-def load_mtp_layer(folder: Path | str, model: Any, *, depth: int = 0, dtype: torch.dtype = torch.bfloat16) -> MtpHead:
-    """Loads the MTP head that a checkpoint carries, from the shards that hold it.
+def load_mtp_layer(folder: Path | str, model: Any, *, dtype: torch.dtype = torch.bfloat16) -> MtpHead:
+    """Loads the MTP head that a checkpoint carries, from the shards that hold it; FP8 in blocks is dequantised.
 
     Args:
         folder: the target's checkpoint.
         model: the target, for the parts that the head shares with it; its experts may be on `meta`.
-        depth: which head, where there are several (DeepSeek-V3 has one).
         dtype: to compute in. A router stays in fp32.
 
     Raises:
         MoexpError: the config promises no such head, or the checkpoint does not hold it, or holds another's.
     """
     folder = Path(folder)
-    config = read_json(folder / "config.json", what="a Hugging Face checkpoint folder")
+    config = read_json(folder / "config.json", valid="a Hugging Face checkpoint folder")
     promised = int(config.get("num_nextn_predict_layers") or 0)
-    if not 0 <= depth < promised:
-        raise MoexpError(
-            f"MTP head {depth} of a checkpoint with num_nextn_predict_layers {promised}",
-            where=str(folder / "config.json"),
-            valid=f"0 to {promised - 1}" if promised else "a checkpoint with an MTP layer, such as DeepSeek-V3's",
-        )
-    prefix = f"model.layers.{model.config.num_hidden_layers + depth}."
+    if not promised:
+        what = "no MTP layer in a checkpoint with num_nextn_predict_layers 0"
+        valid = "a checkpoint with an MTP layer, such as DeepSeek-V3's"
+        raise MoexpError(what, where=str(folder / "config.json"), valid=valid)
+    prefix = f"model.layers.{model.config.num_hidden_layers}."
     entries = {_own_name(name, prefix): entry for name, entry in list_tensors(folder, prefix).items()}
     if not entries:
-        raise MoexpError(
-            f"the config promises {promised} MTP layers, but there is no tensor {prefix}*",
-            where=str(folder),
-            valid="a checkpoint that still has its MTP layer (transformers drops it on saving)",
-        )
-    for name in SHARED_COPIES:
-        entries.pop(name, None)
-    dense = not any(_EXPERT.fullmatch(name) for name in entries)
+        what = f"the config promises {promised} MTP layers, but there is no tensor {prefix}*"
+        valid = "a checkpoint that still has its MTP layer (transformers drops it on saving)"
+        raise MoexpError(what, where=str(folder), valid=valid)
+    names = [name for name in entries if name not in SHARED_COPIES and not name.endswith(SCALE)]
+    dense = not any(_EXPERT.fullmatch(name) for name in names)
     head = MtpHead(model.config, shared_parts(model), decoder_layer(model.config, dense=dense))
-    _check_layer(head, entries, folder, prefix)
+    stored = shapes_of({name: entries[name] for name in names})
+    check_names(_stored_shapes(head), stored, where=f"{folder}, {prefix}*", what=WHAT)
 
-    tensors = read_tensors(entries, [name for name in entries if not name.endswith(FP32)], dtype)
-    tensors |= read_tensors(entries, [name for name in entries if name.endswith(FP32)], torch.float32)
-    head.load_state_dict(_fuse_experts(tensors), assign=True)
-    return head.to(model.get_input_embeddings().weight.device).eval().requires_grad_(False)
+    quantised = config.get("quantization_config")
+    block = fp8_block(quantised) if quantised else None
+    tensors = read_tensors(entries, names, lambda name: _computed_in(name, dtype), fp8_block=block)
+    return _ready(head, _fuse_experts(tensors), model)
 
 
 def save_mtp_head(folder: Path, head: MtpHead, fingerprint: str, details: dict[str, Any] | None = None) -> None:
     """Writes a head trained here, atomically. `details` (recipe, metrics, provenance) is for people to read."""
-    header = {
-        "format": FORMAT,
-        "target": fingerprint,
-        "hidden": head.hidden,
-        "dense": is_dense(head),
-        **(details or {}),
-    }
-    tensors = {name: tensor.detach().contiguous() for name, tensor in head.state_dict().items()}
-    with new_folder(folder) as temp:
-        save_file(tensors, temp / WEIGHTS)
-        (temp / HEADER).write_text(json.dumps(header, indent=2) + "\n")
+    geometry = {"hidden": head.hidden, "dense": is_dense(head)}
+    FILES.save(folder, head.state_dict(), fingerprint, geometry | (details or {}))
 
 
 def load_mtp_head(folder: Path | str, model: Any, fingerprint: str, *, dtype: torch.dtype = torch.bfloat16) -> MtpHead:
@@ -99,27 +82,11 @@ def load_mtp_head(folder: Path | str, model: Any, fingerprint: str, *, dtype: to
         MoexpError: missing or damaged files, or a head of another target.
     """
     folder = Path(folder)
-    header = read_json(folder / HEADER, what="a folder written by `moexp train-drafter`")
-    if header.get("format") != FORMAT:
-        raise MoexpError(f"unknown format {header.get('format')!r}", where=str(folder / HEADER), valid=FORMAT)
-    if header.get("target") != fingerprint:
-        raise MoexpError(
-            f"an MTP head of target {str(header.get('target'))[:12]}, but the target is {fingerprint[:12]}",
-            where=str(folder),
-            valid="a head trained on this very target",
-        )
+    header = FILES.header_for(folder, fingerprint)
     head = MtpHead(model.config, shared_parts(model), decoder_layer(model.config, dense=bool(header.get("dense"))))
-    try:
-        tensors = load_file(folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise MoexpError(
-            f"damaged weights: {str(error).splitlines()[0]}", where=str(folder / WEIGHTS), valid="train again"
-        ) from error
-    found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    check_names(_shapes(head), found, where=str(folder / WEIGHTS), what=WHAT)
-    cast = {name: tensor.to(torch.float32 if name.endswith(FP32) else dtype) for name, tensor in tensors.items()}
-    head.load_state_dict(cast, assign=True)
-    return head.to(model.get_input_embeddings().weight.device).eval().requires_grad_(False)
+    tensors = FILES.tensors(folder)
+    check_names(shapes_of(head.state_dict()), shapes_of(tensors), where=str(folder / WEIGHTS), what=WHAT)
+    return _ready(head, {name: tensor.to(_computed_in(name, dtype)) for name, tensor in tensors.items()}, model)
 
 
 def is_dense(head: MtpHead) -> bool:
@@ -128,32 +95,36 @@ def is_dense(head: MtpHead) -> bool:
     return not hasattr(layer.mlp, "experts")
 
 
+def _ready(head: MtpHead, state: dict[str, Tensor], model: Any) -> MtpHead:
+    head.load_state_dict(state, assign=True)
+    return head.to(model.get_input_embeddings().weight.device).eval().requires_grad_(False)
+
+
+def _computed_in(name: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if name.endswith(FP32) else dtype
+
+
 def _own_name(name: str, prefix: str) -> str:
     """A checkpoint's name as the head's: what is not the projection's or the norms' belongs to the decoder layer."""
     rest = name.removeprefix(prefix)
     return rest if rest.startswith(_OWN) or rest in SHARED_COPIES else f"layer.{rest}"
 
 
-def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-
-
-def _check_layer(head: MtpHead, entries: Mapping[str, Entry], folder: Path, prefix: str) -> None:
-    """The checkpoint's tensors must be the head's, its fused experts spelled out one by one."""
-    expected = _shapes(head)
-    fused = expected.pop("layer.mlp.experts.gate_up_proj", None)
-    down = expected.pop("layer.mlp.experts.down_proj", None)
-    if fused is not None and down is not None:
-        for expert in range(fused[0]):
+def _stored_shapes(head: MtpHead) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a checkpoint's tensors: the head's, its fused experts spelled out one by one."""
+    shapes = shapes_of(head.state_dict())
+    gate_up = shapes.pop("layer.mlp.experts.gate_up_proj", None)
+    down = shapes.pop("layer.mlp.experts.down_proj", None)
+    if gate_up is not None and down is not None:
+        for expert in range(gate_up[0]):
             name = f"layer.mlp.experts.{expert}."
-            expected |= {f"{name}{part}_proj.weight": (fused[1] // 2, fused[2]) for part in ("gate", "up")}
-            expected[f"{name}down_proj.weight"] = down[1:]
-    found = {name: entry.shape for name, entry in entries.items()}
-    check_names(expected, found, where=f"{folder}, {prefix}*", what=WHAT)
+            shapes |= {f"{name}{part}_proj.weight": (gate_up[1] // 2, gate_up[2]) for part in ("gate", "up")}
+            shapes[f"{name}down_proj.weight"] = down[1:]
+    return shapes
 
 
 def _fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state that the head's modules hold: experts stacked, gate rows first."""
+    """The state that the head's modules hold: experts stacked, gate rows first. Empties `tensors`."""
     experts: dict[tuple[int, str], Tensor] = {}
     state: dict[str, Tensor] = {}
     for name in list(tensors):
@@ -164,8 +135,7 @@ def _fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             state[name] = tensors.pop(name)
     if experts:
         numbers = sorted({number for number, _ in experts})
-        state["layer.mlp.experts.gate_up_proj"] = torch.stack(
-            [torch.cat([experts[number, "gate"], experts[number, "up"]]) for number in numbers]
-        )
-        state["layer.mlp.experts.down_proj"] = torch.stack([experts[number, "down"] for number in numbers])
+        gate_up = [torch.cat([experts.pop((n, "gate")), experts.pop((n, "up"))]) for n in numbers]
+        state["layer.mlp.experts.gate_up_proj"] = torch.stack(gate_up)
+        state["layer.mlp.experts.down_proj"] = torch.stack([experts.pop((n, "down")) for n in numbers])
     return state

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 from moexp.base.errors import MoexpError
 from moexp.base.provenance import collect_provenance
 from moexp.papers import load_paper
-from moexp.tables.core.plot import BLUE, GREY, ORANGE, Plot, number, write_plot
+from moexp.tables.core.plot import BLUE, GREY, ORANGE, Plot, write_plot
 from moexp.tables.core.provenance import provenance_text
 from moexp.tables.core.rows import with_ends
-from moexp.tables.core.table import Row, Table, View, read_rows, text, write_table
+from moexp.tables.core.table import Row, Table, View, number, read_rows, text, write_table
 from moexp.tables.core.tags import PAPER
 from moexp.tables.ecospec.data import AR, CHEAPEST, ECOSPEC, method_name, parts_of
-from moexp.tables.ecospec.rows import AVERAGE, PAPER_COLUMNS, TABLE_1_NAMES
+from moexp.tables.ecospec.parts import AVERAGE
+from moexp.tables.ecospec.table_1 import NAMES, PAPER_COLUMNS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,96 +56,88 @@ def compare(names: Sequence[str], results: Path = Path("results"), out: Path | N
     Raises:
         MoexpError: a recipe is named twice or has no Table 1, or that is not one.
     """
-    doubled = [name for place, name in enumerate(names) if name in names[:place]]
+    doubled = [name for index, name in enumerate(names) if name in names[:index]]
     if doubled:
         raise MoexpError(f"{doubled[0]} is named twice")
     rows = [row for name in names for row in _table_1(results, name)]
-    least = {name: _least(results, name) for name in names}
-    table = Table(1, load_paper("ecospec").table(1).title + ", by target", COLUMNS, [*rows, *_theirs()])
-    table.views += [*_views(rows), _saved(rows, least)]
+    lowest = {name: _lowest(results, name) for name in names}
+    paper = load_paper("ecospec").table(1)
+    paper_rows = [{NAMES.get(name, name): cell for name, cell in row.items()} | {"tag": PAPER} for row in paper.rows]
+    table = Table(1, paper.title + ", by target", COLUMNS, [*rows, *paper_rows])
+    table.views += [*_views(rows), _saved(rows, lowest)]
     table.notes += [*NOTES, f"Put together by: {provenance_text([collect_provenance(seed=0)])}."]
     folder = results / FOLDER if out is None else out
-    shown = [row for row in rows if _main(row)]
-    height = 1.0 + 0.3 * len(_bars_of(shown))
-    plot = Plot("targets", "What marginal cost saves, by target", COLUMNS, shown, _draw, height, [NOTES[-1]])
+    bars = [row for row in _averages(rows) if (row["platform"], row["temperature"]) == (MEMORY, 0.0)]
+    height = 1.0 + 0.3 * len(_bars_of(bars))
+    plot = Plot("targets", "What marginal cost saves, by target", COLUMNS, bars, _draw, height, [NOTES[-1]])
     return [*write_table(folder, table), *write_plot(folder, plot)]
 
 
 def _table_1(results: Path, name: str) -> list[Row]:
     """Our rows of a recipe's Table 1."""
     path = results / name / "ecospec" / "table_1.csv"
-    found = [row for row in read_rows(path) if row.get("tag") != PAPER]
-    if not found:
+    rows = [row for row in read_rows(path) if row.get("tag") != PAPER]
+    if not rows:
         valid = f"run: moexp bench --paper ecospec --table 1 --recipe {name}"
         raise MoexpError("no EcoSpec Table 1 of ours", where=str(path), valid=valid)
-    missing = [column for column in COLUMNS if column not in found[0]]
+    missing = [column for column in COLUMNS if column not in rows[0]]
     if missing:
         raise MoexpError(f"no column {missing[0]!r}", where=str(path), valid=", ".join(COLUMNS))
-    return [_row(row, path) for row in found]
-
-
-def _row(cells: dict[str, str], path: Path) -> Row:
     try:
-        return {name: (float(cell) if name in NUMBERS else cell) if (cell := cells[name]) else None for name in COLUMNS}
+        return [{name: _value(name, row[name]) for name in COLUMNS} for row in rows]
     except ValueError as error:
         raise MoexpError(f"not a number: {error}", where=str(path)) from error
 
 
-def _least(results: Path, name: str) -> dict[tuple[str, str], float]:
+def _value(column: str, cell: str) -> str | float | None:
+    if not cell:
+        return None
+    return float(cell) if column in NUMBERS else cell
+
+
+def _lowest(results: Path, name: str) -> dict[tuple[str, str], float]:
     """The lowest E that the trees allow, by platform and drafter; empty where Table 10 was not made."""
     rows = read_rows(results / name / "ecospec" / "table_10.csv")
     cheapest = [row for row in rows if row.get("predictor") == CHEAPEST and row.get("experts_per_layer")]
     return {(row["platform"], parts_of(row["method"])[0]): float(row["experts_per_layer"]) for row in cheapest}
 
 
-def _theirs() -> list[Row]:
-    """The paper's own Table 1."""
-    return [
-        {TABLE_1_NAMES.get(name, name): value for name, value in row.items()} | {"tag": PAPER}
-        for row in load_paper("ecospec").table(1).rows
-    ]
+def _averages(rows: Sequence[Row]) -> list[Row]:
+    """Rows over all workloads, but AR's."""
+    return [row for row in rows if row["workload"] == AVERAGE and row["method"] != AR]
 
 
 def _views(rows: Sequence[Row]) -> list[View]:
-    """Averages over the workloads, a view for each place of the experts and temperature."""
-    views = []
+    """Averages over the workloads, a view for each platform and temperature."""
     header = ["model", "method", *(name for value in VALUES for name in (value, "paper")), "uniform"]
-    average = [row for row in rows if row["workload"] == AVERAGE and row["method"] != AR]
-    for platform, tag, temperature in dict.fromkeys(
-        (row["platform"], row["tag"], row["temperature"]) for row in average
-    ):
-        mine = [row for row in average if (row["platform"], row["temperature"]) == (platform, temperature)]
-        lines = [
-            [
-                str(row["model"]), str(row["method"]),
-                *(text(row[name]) for value in VALUES for name in (value, f"paper_{value}")), text(row["uniform"]),
-            ]
-            for row in mine
-        ]  # fmt: skip
-        views.append(View(f"{platform} ({tag}), T = {number(temperature):g}, all workloads", header, lines))
-    return views
+    columns = ["model", "method", *(name for value in VALUES for name in (value, f"paper_{value}")), "uniform"]
+    groups: dict[tuple[str, float], list[Row]] = {}
+    for row in _averages(rows):
+        key = (f"{row['platform']} ({row['tag']})", number(row["temperature"]))
+        groups.setdefault(key, []).append(row)
+    return [
+        View(f"{name}, T = {temperature:g}, all workloads", header, [[text(row[c]) for c in columns] for row in group])
+        for (name, temperature), group in groups.items()
+    ]
 
 
 def _pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
     """Averages by confidence and by marginal cost, of the same drafter in the same run."""
-    average = {
-        (row["model"], row["platform"], row["temperature"], str(row["method"])): row
-        for row in rows
-        if row["workload"] == AVERAGE
-    }
+    keys = ("model", "platform", "temperature", "method")
+    average = {tuple(row[key] for key in keys): row for row in _averages(rows)}
     pairs = []
-    for (model, platform, temperature, method), row in average.items():
-        chosen = average.get((model, platform, temperature, method_name(method, ECOSPEC)))
+    for (*run, method), row in average.items():
+        chosen = average.get((*run, method_name(str(method), ECOSPEC)))
         if chosen is not None:
             pairs.append((row, chosen))
     return pairs
 
 
-def _saved(rows: Sequence[Row], least: dict[str, dict[tuple[str, str], float]]) -> View:
+def _saved(rows: Sequence[Row], lowest: dict[str, dict[tuple[str, str], float]]) -> View:
     """E saved and acceptance length lost, in percent, ours beside the paper's."""
     lines = []
     for row, chosen in _pairs(rows):
-        bound = least[str(row["model"])].get((str(row["platform"]), str(row["method"])))
+        bound = lowest[str(row["model"])].get((str(row["platform"]), str(row["method"])))
         most = None if bound is None or number(row["temperature"]) else 1 - bound / number(row["E"])
         lines.append([
             str(row["model"]), str(row["platform"]), f"{number(row['temperature']):g}", str(row["method"]),
@@ -165,11 +158,6 @@ def _percent(share: float | None) -> str:
 
 
 # --- the figure ---
-
-
-def _main(row: Row) -> bool:
-    """Whether a row is in the figure: greedy, experts in memory, all workloads."""
-    return (row["platform"], row["temperature"], row["workload"]) == (MEMORY, 0.0, AVERAGE) and row["method"] != AR
 
 
 def _bars_of(rows: Sequence[Row]) -> list[tuple[str, Row, Row, str]]:
@@ -194,14 +182,14 @@ def _draw(figure: Figure, rows: list[Row]) -> None:
 
 
 def _draw_bars(axes: Axes, bars: Sequence[tuple[str, Row, Row, str]], name: str, title: str) -> None:
-    for place, (_, row, chosen, prefix) in enumerate(bars):
+    for y, (_, row, chosen, prefix) in enumerate(bars):
         for shift, one, color, label in ((-0.2, row, ORANGE, "confidence"), (0.2, chosen, BLUE, "marginal cost")):
             value = number(one[f"{prefix}{name}"])
             axes.barh(
-                place + shift, value, 0.36, color="white" if prefix else color, edgecolor=color, linewidth=0.8,
-                label=label if place == 0 else None,
+                y + shift, value, 0.36, color="white" if prefix else color, edgecolor=color, linewidth=0.8,
+                label=label if y == 0 else None,
             )  # fmt: skip
-            axes.text(value, place + shift, f" {value:.2f}", va="center", fontsize=6)
+            axes.text(value, y + shift, f" {value:.2f}", va="center", fontsize=6)
     axes.set_title(title)
     axes.margins(x=0.15)  # for the values beside the bars
     axes.grid(axis="x")

@@ -1,0 +1,109 @@
+"""Watching the routers of a carved model in training: an even load, and experts shared with the tokens before.
+
+Shapes: T tokens, H hidden size, E experts, k experts a token, B rows, L tokens a row.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Glm4MoeForCausalLM
+
+from moexp.learn.core.experts import hooked, routers
+
+RouterOutput = tuple[Tensor, Tensor, Tensor]
+"""Logits [T, E], gates [T, k], ids [T, k]."""
+
+
+class LoadCounter:
+    """Counts how often each expert of each layer is chosen, [E] by router, while `watching`."""
+
+    def __init__(self, model: Glm4MoeForCausalLM) -> None:
+        self.loads: dict[Any, Tensor] = {
+            gate: torch.zeros(model.config.n_routed_experts) for gate in routers(model).values()
+        }
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Inside, forward passes count."""
+        return hooked(self.loads, self._count)
+
+    def _count(self, gate: nn.Module, _args: tuple[Tensor, ...], output: RouterOutput) -> None:
+        load_E = self.loads[gate]
+        load_E.add_(torch.bincount(output[2].flatten(), minlength=len(load_E)))
+
+
+class LoadBalancer(LoadCounter):
+    """Nudges the selection bias of routers towards an even load."""
+
+    def __init__(self, model: Glm4MoeForCausalLM, rate: float) -> None:
+        super().__init__(model)
+        self._rate = rate
+
+    def update(self) -> float:
+        """Moves the biases by the load since the last update; returns the largest share of one layer's tokens that one
+        expert took, over an even share.
+        """
+        worst = 0.0
+        for gate, load_E in self.loads.items():
+            if load_E.sum() > 0:
+                mean = load_E.mean()
+                gate.e_score_correction_bias += self._rate * (mean - load_E).sign()
+                worst = max(worst, float(load_E.max() / mean))
+            load_E.zero_()
+        return worst
+
+    def state(self) -> dict[str, Tensor]:
+        """The selection biases: no parameters, but what a resumed run must find as it left them."""
+        return {str(number): gate.e_score_correction_bias for number, gate in enumerate(self.loads)}
+
+
+class RoutingLocality:
+    """How much of its routing a token shares with those before it, as a loss.
+
+    Experts of real models specialise, so neighbouring tokens share some of theirs and the union over a block grows
+    slower than chance would have it; experts cut out of a dense FFN have no reason to. The loss of a layer is the
+    share of a token's routing that goes to experts which none of the `WINDOW` tokens before it has used. Only routers
+    learn from it: hidden states that did would lose what tells tokens apart (tried: half a nat).
+    """
+
+    WINDOW = 4
+    SHARPNESS = 0.05
+
+    def __init__(self, model: Glm4MoeForCausalLM, row_length: int) -> None:
+        self._gates = routers(model).values()
+        self._terms: list[Tensor] = []
+        self._length = row_length
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Inside, forward passes add to the loss."""
+        return hooked(self._gates, self._keep)
+
+    def _keep(self, gate: Any, args: tuple[Tensor, ...], output: RouterOutput) -> None:
+        x_TH = args[0].detach().flatten(0, -2).float()
+        with torch.autocast("cpu", enabled=False):
+            score_TE = F.linear(x_TH, gate.weight.float()).sigmoid() + gate.e_score_correction_bias
+        self._terms.append(new_share(score_TE, output[2], self._length, self.WINDOW, self.SHARPNESS))
+
+    def take(self) -> Tensor:
+        """The mean over layers of the forward pass that just ran."""
+        mean = torch.stack(self._terms).mean()
+        self._terms.clear()
+        return mean
+
+
+def new_share(score_TE: Tensor, index_Tk: Tensor, length: int, window: int, sharpness: float) -> Tensor:
+    """Mean share of softmax(score / sharpness) on experts that none of the `window` tokens before in the row uses; the
+    first `window` tokens of a row do not count.
+
+    Args:
+        score_TE: what selection goes by; differentiable. index_Tk: the k chosen.
+        length: tokens a row, more than `window`.
+    """
+    used_BLE = torch.zeros_like(score_TE).scatter(1, index_Tk, 1.0).unflatten(0, (-1, length))
+    recent_BLE = torch.stack([used_BLE[:, window - back : length - back] for back in range(1, window + 1)]).amax(0)
+    share_BLE = (score_TE / sharpness).softmax(-1).unflatten(0, (-1, length))[:, window:]
+    return 1.0 - (share_BLE * recent_BLE).sum(-1).mean()
