@@ -97,11 +97,13 @@ def _run_all(bench: _Bench, recipe: Recipe, heads: Collection[str], tables: set[
 
 
 def trained_heads(recipe: Recipe) -> list[str]:
-    """The kinds of the recipe's heads that are trained.
+    """The kinds of the recipe's heads that are trained, or that of the published one.
 
     Raises:
         MoexpError: none is.
     """
+    if recipe.paths.head is not None:
+        return [recipe.head.kind]
     found = [kind for kind in HEADS if head_folder(with_head(recipe, kind)).exists()]
     if not found:
         raise MoexpError(

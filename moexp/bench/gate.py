@@ -22,14 +22,14 @@ from moexp.config.recipe import Recipe
 from moexp.config.sections import StoreSection
 from moexp.data.prompts import Prompt, load_prompts, render_chat
 from moexp.runtime.decoding.decode import decode_all
-from moexp.runtime.decoding.method import Method, TreePlan
+from moexp.runtime.decoding.method import HEAD, Method, TreePlan
 from moexp.runtime.engine.engine import Engine
-from moexp.runtime.opening import method_of, opened_engine, opened_store
+from moexp.runtime.opening import method_of, opened_engine, opened_store, predictors_of
 from moexp.runtime.selectors.confidence_expansion import POLICIES
 from moexp.runtime.verifiers.sampling import Sampling
-from moexp.target.draft_expert import HEADER, WEIGHTS, DraftExperts
+from moexp.target.draft_expert import HEADER, WEIGHTS
 from moexp.target.load import Target, checkpoint_fingerprint, read_config
-from moexp.target.opening import find_target, open_draft_experts, open_target
+from moexp.target.opening import find_target, head_fingerprint, open_draft_experts, open_draft_head, open_target
 from moexp.target.spec import MoESpec
 
 CSV, JSON = "eval.csv", "eval.json"
@@ -91,11 +91,21 @@ def run_gate(recipe: Recipe, *, tokens: int | None = None) -> Gate:
     for dtype in recipe.eval.dtypes:
         for setting in settings:
             target = open_target(recipe, padded=setting.padded, dtype=dtype)
-            experts = open_draft_experts(recipe, target) if drafts else None
+            trained = _trained(recipe, target, drafts)
             if dtype not in gates:
                 gates[dtype] = row_invariant(target)
-            outcomes += _run_setting(recipe, target, experts, setting, dtype, share)
+            outcomes += _run_setting(recipe, target, trained, setting, dtype, share)
     return Gate(tuple(outcomes), gates, recipe.eval.near_tie_gap)
+
+
+def _trained(recipe: Recipe, target: Target, drafts: bool) -> dict[str, Any]:
+    """What engines run the gate's methods with: draft experts, and the head and predictors of the recipe's own."""
+    own = method_of(recipe.decode)
+    return {
+        "draft_experts": open_draft_experts(recipe, target) if drafts else None,
+        "draft_head": open_draft_head(recipe, target) if own.drafter == HEAD else None,
+        "predictors": predictors_of(recipe, target, own),
+    }
 
 
 def _settings(recipe: Recipe, drafts: bool) -> list[Setting]:
@@ -119,7 +129,7 @@ def _top_k(recipe: Recipe) -> int:
 def _run_setting(
     recipe: Recipe,
     target: Target,
-    experts: DraftExperts | None,
+    trained: dict[str, Any],
     setting: Setting,
     dtype: str,
     share: int | None,
@@ -132,9 +142,9 @@ def _run_setting(
     length = recipe.eval.max_new_tokens if share is None else max(recipe.eval.max_new_tokens, -(-share // len(prompts)))
     with ExitStack() as stack:
         # Prefill is the same for all methods: theirs is AR's, kept, and only the fresh engine makes its own.
-        engine = PromptEngine(target, stack.enter_context(opened_store(target, store)), draft_experts=experts)
+        engine = PromptEngine(target, stack.enter_context(opened_store(target, store)), **trained)
         if setting.control:
-            fresh = stack.enter_context(opened_engine(target, store, experts))
+            fresh = stack.enter_context(opened_engine(target, store, **trained))
         advance = stack.enter_context(
             stage(f"{dtype}, {store.kind}, {name}", None if share else len(prompts) * (1 + len(labels)))
         )
@@ -181,7 +191,7 @@ def gate_prompts(recipe: Recipe, *, everything: bool = False) -> list[Prompt]:
 
 
 def gate_identity(recipe: Recipe) -> str:
-    """A hash of all that the gate's result depends on: target, draft experts, and the recipe's sections."""
+    """A hash of all that the gate's result depends on: target, draft experts, head, and the recipe's sections."""
     folder = find_target(recipe)
     weights = locations.draft_folder(recipe) / WEIGHTS
     parts = [
@@ -189,6 +199,8 @@ def gate_identity(recipe: Recipe) -> str:
         hashlib.sha256(weights.read_bytes()).hexdigest() if weights.exists() else "",
         recipe.digest("decode", "store", "eval", "bench.workloads", "target.pad_expert_width"),
     ]
+    if recipe.decode.drafter == HEAD:
+        parts.append(head_fingerprint(recipe))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

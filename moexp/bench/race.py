@@ -16,7 +16,7 @@ from moexp.base.errors import MoexpError
 from moexp.bench.measure import measure_on
 from moexp.bench.platforms import IN_MEMORY, Platform, find_platform
 from moexp.bench.runner import PromptEngine, make_jobs, select_prompts, tuning_prompts
-from moexp.config.locations import artifact_path, draft_folder, head_folder, predictor_folder
+from moexp.config.locations import artifact_path, draft_folder, predictor_folder
 from moexp.config.recipe import Recipe
 from moexp.config.run_folder import RunDir
 from moexp.runtime.decoding.method import HEAD, LEARNED, Method
@@ -25,7 +25,14 @@ from moexp.runtime.store.store import ExpertStore
 from moexp.tables.core.run import load_measured
 from moexp.tables.race import AR, race_rows, write_race
 from moexp.target.load import Target
-from moexp.target.opening import find_target, open_draft_experts, open_draft_head, open_target
+from moexp.target.opening import (
+    find_head,
+    find_target,
+    head_fingerprint,
+    open_draft_experts,
+    open_draft_head,
+    open_target,
+)
 
 FOLDER = "races"
 
@@ -124,7 +131,7 @@ def parts_of(recipe: Recipe) -> dict[str, Path]:
     if method.drafter == "draft-expert":
         parts["draft experts"] = draft_folder(recipe)
     if method.drafter == HEAD:
-        parts["head"] = head_folder(recipe)
+        parts["head"] = find_head(recipe)
     if method.tree is not None and method.tree.predictor == LEARNED:
         parts["predictor"] = predictor_folder(recipe)
     return parts
@@ -136,6 +143,9 @@ def digest_of(recipes: Sequence[Recipe]) -> str:
     for recipe in recipes:
         digest.update(repr(method_of(recipe.decode)).encode())
         for kind, folder in parts_of(recipe).items():
+            if kind == "head" and recipe.paths.head is not None:  # as large as the target, where it is in there
+                digest.update(f"{recipe.name} {kind} {head_fingerprint(recipe)}".encode())
+                continue
             for file in sorted(folder.glob("*.safetensors")):
                 with open(file, "rb") as stream:
                     digest.update(f"{recipe.name} {kind} {file.name} ".encode())

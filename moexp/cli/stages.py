@@ -29,7 +29,7 @@ from moexp.tables.trained.terminal import (
     predictor_table,
     quality_table,
 )
-from moexp.target.opening import find_target
+from moexp.target.opening import find_head, find_target
 
 
 def begin(recipe: Recipe) -> None:
@@ -169,6 +169,9 @@ def drafter_stage(recipe: Recipe, console: Console) -> Path:
 
     begin(recipe)
     target, folder = find_target(recipe), locations.head_folder(recipe)
+    if recipe.paths.head is not None:
+        console.print(f"published draft head: {find_head(recipe)}", soft_wrap=True, highlight=False)
+        return find_head(recipe)
     start = None
     if recipe.head.kind == "gto":
         eagle = locations.with_head(recipe, "eagle3")

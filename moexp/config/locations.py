@@ -26,7 +26,8 @@ RUN_SECTIONS = {
 
 def run_folder(recipe: Any, out: Path | None = None, paper: str = "draftexpert") -> Path:
     """Where `moexp bench` keeps the recipe's raw records for a paper's tables."""
-    return artifact_path("runs", recipe, *RUN_SECTIONS[paper]) if out is None else out
+    sections = RUN_SECTIONS[paper] + (("paths.head",) if paper == "ecospec" and recipe.paths.head else ())
+    return artifact_path("runs", recipe, *sections) if out is None else out
 
 
 def target_folder(recipe: Recipe) -> Path:
@@ -74,7 +75,7 @@ def with_head(recipe: Recipe, kind: str) -> Recipe:
 
 
 def head_folder(recipe: Recipe) -> Path:
-    """Where the recipe's draft head lies."""
+    """Where the recipe's draft head lies that is trained here."""
     folder = artifact_path("heads", recipe, "target", "head", "draft.corpus", "draft.held_out_rows", "seed")
     return folder.with_name(f"{recipe.head.kind}-{folder.name}")
 

@@ -60,6 +60,9 @@ class PathsSection(Section):
     """Where the built target lies, or is to lie."""
     draft_experts: str | None = None
     predictor: str | None = None
+    head: str | None = None
+    """A published head to draft with: a folder or a hub id with an EAGLE-3 head, or (head.kind mtp) with the target's
+    own checkpoint, whose layer for multi-token prediction it is."""
 
 
 class Sections(Section):

@@ -1,17 +1,23 @@
-"""Opens a recipe's target, draft experts and draft head."""
+"""Opens a recipe's target, draft experts and draft head.
+
+What needs torch is imported in functions: commands that open nothing start fast.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from moexp.base.errors import MoexpError
+from moexp.config.locations import draft_folder, head_folder, padded_folder, require, target_folder
 from moexp.config.recipe import Recipe
+from moexp.target.hub_folder import hub_folder
 
 if TYPE_CHECKING:
     from moexp.target.draft_expert import DraftExperts
     from moexp.target.heads.head import DraftHead
     from moexp.target.load import Target
-from moexp.config.locations import draft_folder, head_folder, padded_folder, require, target_folder
 
 
 def find_target(recipe: Recipe, *, padded: bool = False) -> Path:
@@ -21,8 +27,6 @@ def find_target(recipe: Recipe, *, padded: bool = False) -> Path:
         MoexpError: not built yet, or (kind hub) not to be had.
     """
     if recipe.target.kind == "hub":
-        from moexp.target.hub_folder import hub_folder
-
         assert recipe.target.path is not None
         return hub_folder(recipe.target.path, recipe.target.revision)
     folder = padded_folder(recipe) if padded else target_folder(recipe)
@@ -62,20 +66,51 @@ def open_draft_experts(recipe: Recipe, target: Target) -> DraftExperts:
     return load_draft_experts(folder, drafters_identity(target.folder), dtype=target.dtype).to(target.device)
 
 
+def find_head(recipe: Recipe) -> Path:
+    """The folder of the recipe's draft head: the published one that `paths.head` names, or the one trained here.
+
+    Raises:
+        MoexpError: not trained yet, or (published) not to be had.
+    """
+    if recipe.paths.head is not None:
+        return hub_folder(recipe.paths.head, key="paths.head")
+    folder = head_folder(recipe)
+    require(folder.exists(), "the draft head is not trained", folder, f"moexp train-drafter --recipe {recipe.name}")
+    return folder
+
+
+def head_fingerprint(recipe: Recipe) -> str:
+    """Which weights the recipe's draft head has: of a checkpoint samples are read, of a head trained here all."""
+    from moexp.target.load import checkpoint_fingerprint
+
+    folder = find_head(recipe)
+    if (folder / "config.json").is_file():
+        return checkpoint_fingerprint(folder)
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
 def open_draft_head(recipe: Recipe, target: Target) -> DraftHead:
     """The recipe's draft head, in the target's dtype.
 
     Raises:
-        MoexpError: not trained yet, or trained for another target.
+        MoexpError: not trained yet, trained for another target, or a published one that does not fit.
     """
-    from moexp.target.heads.eagle_files import load_eagle_head
-    from moexp.target.heads.mtp_files import load_mtp_head
-    from moexp.target.load import drafters_identity
+    from moexp.target.heads import eagle_files, mtp_files
+    from moexp.target.load import drafters_identity, target_identity
 
-    folder = head_folder(recipe)
-    require(folder.exists(), "the draft head is not trained", folder, f"moexp train-drafter --recipe {recipe.name}")
-    identity = drafters_identity(target.folder)
-    if recipe.head.kind == "mtp":
-        return load_mtp_head(folder, target.model, identity, dtype=target.dtype).to(target.device)
+    head: Any
+    folder, identity = find_head(recipe), drafters_identity(target.folder)
     embedding = target.model.get_input_embeddings()
-    return load_eagle_head(folder, target.spec, embedding, fingerprint=identity, dtype=target.dtype).to(target.device)
+    if recipe.head.kind != "mtp":
+        head = eagle_files.load_eagle_head(folder, target.spec, embedding, fingerprint=identity, dtype=target.dtype)
+    elif recipe.paths.head is None or (folder / mtp_files.HEADER).is_file():
+        head = mtp_files.load_mtp_head(folder, target.model, identity, dtype=target.dtype)
+    else:
+        if target_identity(folder) != identity:
+            valid = "the target's own checkpoint, or a head trained for it"
+            raise MoexpError(f"{recipe.paths.head} is not the target's checkpoint", where="paths.head", valid=valid)
+        head = mtp_files.load_mtp_layer(folder, target.model, dtype=target.dtype)
+    return head.to(target.device)

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModel
 from moexp.base.atomic import writing
 from moexp.base.errors import MoexpError
 from moexp.data.traces import RoutingGeometry
+from moexp.runtime.predictors.backbone import Backbone
 from moexp.runtime.predictors.learned import RoutingPredictor
-from moexp.runtime.predictors.model import Backbone
 from moexp.target.shards import DTYPES, list_tensors, read_tensors
 from moexp.target.trained import TrainedFiles
 
