@@ -60,16 +60,11 @@ def quotient(above: Ratio, below: Ratio) -> float | None:
 
 
 def acceptance(steps: Iterable[StepRecord]) -> Ratio:
-    """Accepted drafted tokens over drafted tokens (DraftExpert, table 3)."""
+    """Accepted drafted tokens over drafted tokens.
+
+    Paper: DraftExpert Table 3.
+    """
     return pooled(Ratio(step.accepted, step.drafted) for step in steps)
-
-
-def acceptance_by_position(steps: Sequence[StepRecord]) -> list[Ratio]:
-    """For each place in a block: blocks accepted up to and including it, over blocks that drafted so far."""
-    longest = max((step.drafted for step in steps), default=0)
-    return [
-        pooled(Ratio(step.accepted > place, 1) for step in steps if step.drafted > place) for place in range(longest)
-    ]
 
 
 def alpha(steps: Iterable[StepRecord]) -> Ratio:
@@ -121,7 +116,10 @@ def token_time(steps: Iterable[StepRecord]) -> Ratio:
 
 
 def verify_cost(steps: Iterable[StepRecord], ar_steps: Iterable[StepRecord]) -> float | None:
-    """Verify time over one-token AR time; both from the same run and store (DraftExpert, table 4)."""
+    """Verify time over one-token AR time; both from the same run and store.
+
+    Paper: DraftExpert Table 4.
+    """
     return quotient(verify_time(steps), token_time(ar_steps))
 
 
@@ -178,15 +176,15 @@ def time_profile(steps: Iterable[StepRecord]) -> dict[str, Ratio]:
 
     Waiting is what the store counted as stalls while drafting and while verifying; compute is the rest of either.
     """
-    found = {part: Ratio() for part in TIME_PARTS}
+    times = {part: Ratio() for part in TIME_PARTS}
     for step in steps:
-        waits = [step.store.get("draft_stall_s", 0.0)]
-        waits.append(step.store.get("verify_stall_s", 0.0) + step.store.get("ar_stall_s", 0.0))
-        parts = [step.draft_s - waits[0], waits[0], step.verify_s - waits[1], waits[1]]
+        draft_wait = step.store.get("draft_stall_s", 0.0)
+        verify_wait = step.store.get("verify_stall_s", 0.0) + step.store.get("ar_stall_s", 0.0)
+        parts = [step.draft_s - draft_wait, draft_wait, step.verify_s - verify_wait, verify_wait]
         parts.append(step.cycle_s - step.draft_s - step.verify_s)
         for part, seconds in zip(TIME_PARTS, parts, strict=True):
-            found[part] += Ratio(seconds, step.emitted)
-    return found
+            times[part] += Ratio(seconds, step.emitted)
+    return times
 
 
 def _store_ratio(steps: Iterable[StepRecord], above: str, below: str) -> Ratio:
@@ -199,7 +197,10 @@ def _store_ratio(steps: Iterable[StepRecord], above: str, below: str) -> Ratio:
 
 
 def agreement(draft_ids: Sequence[int], target_ids: Sequence[int]) -> Ratio:
-    """Teacher-forced share of positions where the draft's argmax is the target's (DraftExpert, table 5)."""
+    """Teacher-forced share of positions where the draft's argmax is the target's.
+
+    Paper: DraftExpert Table 5.
+    """
     same = sum(a == b for a, b in zip(draft_ids, target_ids, strict=True))
     return Ratio(same, len(target_ids))
 

@@ -20,9 +20,9 @@ from moexp.bench import papers as bench_tables
 from moexp.bench.replay import Costs, Cycle, Setting, estimate, record_cycles
 from moexp.bench.runner import Job, PromptEngine, begin_run, is_complete, make_jobs, run_methods, select_prompts
 from moexp.cli import main as cli
+from moexp.config.decode import StoreSection
 from moexp.config.locations import draft_folder, source_cache, target_folder
 from moexp.config.recipe import Recipe, load_recipe
-from moexp.config.sections import StoreSection
 from moexp.learn.draft_expert.train import train_draft_expert
 from moexp.learn.target.build import build_target
 from moexp.records import RequestRecord, StepRecord, read_records

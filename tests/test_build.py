@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moexp.base.errors import MoexpError
 from moexp.config.recipe import Recipe, load_recipe
-from moexp.config.sections import DeltaSection
+from moexp.config.target import DeltaSection
 from moexp.learn.core.loop import Run, Schedule
 from moexp.learn.target import build
 from moexp.learn.target.build import build_target, read_manifest, repairs_before

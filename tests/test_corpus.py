@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moexp.base.errors import MoexpError
-from moexp.config.sections import CorpusSection
+from moexp.config.target import CorpusSection
 from moexp.learn.corpus.files import corpus_rows, load_rows, save_rows, shipped_corpora, write_corpus
 from moexp.learn.corpus.scripts import chat_frame, scripts
 from moexp.learn.corpus.streams import Part, Script, StreamSettings, write_streams

@@ -92,17 +92,6 @@ def test_acceptance_and_alpha_by_brute_force(steps):
     assert value is None if drafted == 0 else value == float(Fraction(accepted, drafted))
 
 
-@given(steps_strategy)
-def test_acceptance_by_position_counts_every_accepted_token_once(steps):
-    places = m.acceptance_by_position(steps)
-    assert m.pooled(places) == m.acceptance(steps)
-    assert len(places) == max((s.drafted for s in steps), default=0)
-    full = [s for s in steps if s.drafted == 4]
-    values = [value for place in m.acceptance_by_position(full) if (value := place.value) is not None]
-    assert len(values) == (4 if full else 0)
-    assert values == sorted(values, reverse=True)  # a token is accepted only after those before it
-
-
 def test_a_mean_over_prompts_weighs_each_by_what_it_counted():
     steps = [step(0, 4, 4), step(1, 4, 0), step(1, 4, 0), step(1, 4, 0)]
     assert m.acceptance(steps).value == 0.25  # not the mean of 1.0 and 0.0

@@ -10,7 +10,7 @@ import pytest
 from moexp.bench.measure import recording_info
 from moexp.bench.probing import RunProbe
 from moexp.bench.runner import Job, PromptEngine, begin_run, run_methods
-from moexp.config.sections import PaceSection, StoreSection
+from moexp.config.decode import PaceSection, StoreSection
 from moexp.records import ProbeRecord, RequestRecord, StepRecord, read_records
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.opening import opened_store

@@ -16,7 +16,7 @@ import torch
 from moexp.base.errors import MoexpError
 from moexp.bench.measure import recording_info
 from moexp.bench.runner import Job, PromptEngine, begin_run, run_methods
-from moexp.config.sections import PaceSection, StoreSection
+from moexp.config.decode import PaceSection, StoreSection
 from moexp.records import StepRecord, read_records
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.opening import opened_store

@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 
 from moexp.base.errors import MoexpError
 from moexp.cli import main as cli
+from moexp.config.decode import DecodeSection
 from moexp.config.recipe import list_recipes
-from moexp.config.sections import DecodeSection
 from moexp.data.traces import RoutingGeometry, TraceManifest, TraceShard, expert_demands, read_trace, write_shard
 from moexp.metrics import expected_acceptance
 from moexp.records import RecordWriter, RequestRecord, StepRecord

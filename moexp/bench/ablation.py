@@ -25,9 +25,10 @@ from moexp.bench.runner import (
     run_settings,
     select_prompts,
 )
+from moexp.config.decode import StoreSection
+from moexp.config.learn import DraftSection
 from moexp.config.locations import artifact_path, draft_folder
 from moexp.config.recipe import Recipe
-from moexp.config.sections import DraftSection, StoreSection
 from moexp.learn.core.loop import Run, followed
 from moexp.learn.draft_expert.distill import distill
 from moexp.learn.draft_expert.path import DraftPath

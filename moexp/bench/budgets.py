@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from moexp.bench.measure import keep_provenance, kept_probe, recording_info, sample_link, weights_hash
 from moexp.bench.platforms import find_platform
 from moexp.bench.runner import Job, PromptEngine, begin_run, run_methods, run_settings
-from moexp.config.sections import StoreSection
+from moexp.config.decode import StoreSection
 from moexp.runtime.opening import opened_store
 from moexp.runtime.recording.recorder import Recorder
 from moexp.runtime.verifiers.sampling import Sampling

@@ -16,10 +16,10 @@ from moexp.base.compute import prepare
 from moexp.bench.measure import measure_on
 from moexp.bench.platforms import Platform, find_platform
 from moexp.bench.runner import make_jobs, select_prompts, tuning_prompts
+from moexp.config.decode import DecodeSection
 from moexp.config.locations import draft_folder
 from moexp.config.recipe import Recipe
 from moexp.config.run_folder import RunDir
-from moexp.config.sections import DecodeSection
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.opening import method_of, sampling_of
 from moexp.tables.draftexpert.labels import (

@@ -19,10 +19,10 @@ from moexp.bench.measure import measure_on
 from moexp.bench.platforms import IN_MEMORY, Platform, find_platform
 from moexp.bench.runner import PromptEngine, kept_tokens, make_jobs, select_prompts, tuning_prompts
 from moexp.bench.turns import SLICE_S
+from moexp.config.decode import StoreSection
 from moexp.config.locations import draft_folder, head_folder, predictor_folder, with_head
 from moexp.config.recipe import Recipe
 from moexp.config.run_folder import RunDir
-from moexp.config.sections import StoreSection
 from moexp.runtime.decoding.method import HEAD, Method, TreePlan
 from moexp.runtime.drafters.draft_tree import TreeShape
 from moexp.runtime.opening import learned_predictor, opened_store

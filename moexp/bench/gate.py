@@ -18,8 +18,8 @@ from moexp.base.progress import stage
 from moexp.bench.exactness import Gate, Outcome, RowLog, row_invariant
 from moexp.bench.runner import PromptEngine
 from moexp.config import locations
+from moexp.config.decode import StoreSection
 from moexp.config.recipe import Recipe
-from moexp.config.sections import StoreSection
 from moexp.data.prompts import Prompt, load_prompts, render_chat
 from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.decoding.method import HEAD, Method, TreePlan

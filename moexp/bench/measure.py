@@ -27,7 +27,7 @@ from moexp.bench.runner import (
     run_settings,
 )
 from moexp.bench.turns import SLICE_S
-from moexp.config.sections import StoreSection
+from moexp.config.decode import StoreSection
 from moexp.data.traces import RoutingGeometry
 from moexp.records import RequestRecord
 from moexp.runtime.decoding.method import Method

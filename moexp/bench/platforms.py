@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from moexp.base.errors import MoexpError
 from moexp.bench.runner import Job, PromptEngine
-from moexp.config.sections import PaceSection, StoreSection
+from moexp.config.decode import PaceSection, StoreSection
 from moexp.metrics import ratio_from_draft_speedup
 from moexp.papers import load_paper
 from moexp.runtime.decoding.decode import decode_all

@@ -33,10 +33,10 @@ from moexp.bench.runner import (
     run_settings,
     select_prompts,
 )
+from moexp.config.decode import StoreSection
 from moexp.config.locations import artifact_path, draft_folder
 from moexp.config.recipe import Recipe
 from moexp.config.run_folder import RunDir
-from moexp.config.sections import StoreSection
 from moexp.learn.corpus.files import corpus_rows
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.engine.engine import VERIFY, Block, Engine

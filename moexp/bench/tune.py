@@ -24,10 +24,10 @@ from moexp.bench.measure import measure_on, weights_hash
 from moexp.bench.platforms import Platform, find_platform, probe, sample_bandwidth
 from moexp.bench.replay import Setting, estimate, record_cycles
 from moexp.bench.runner import Job, PromptEngine, make_jobs, tuning_prompts
+from moexp.config.decode import StoreSection
 from moexp.config.locations import artifact_path, draft_folder
 from moexp.config.recipe import Recipe
 from moexp.config.run_folder import RunDir
-from moexp.config.sections import StoreSection
 from moexp.metrics import Ratio
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.opening import method_of, opened_store

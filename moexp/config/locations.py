@@ -1,6 +1,6 @@
 """Where the artifacts of a recipe lie: targets, draft experts, heads, predictors, traces, runs and results.
 
-Stages meet only here, through folders: each can be run alone, and what is there already is used as it is.
+Stages meet only here, through folders: each can be run alone, and artifacts that exist are used as they are.
 """
 
 from __future__ import annotations
@@ -8,14 +8,9 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from moexp.base.errors import MoexpError
 from moexp.config.recipe import Recipe
-
-if TYPE_CHECKING:
-    pass
-
 
 RUN_SECTIONS = {
     "draftexpert": ("target", "draft", "decode", "store", "bench", "seed"),
@@ -24,7 +19,7 @@ RUN_SECTIONS = {
 """What a paper's run folder depends on."""
 
 
-def run_folder(recipe: Any, out: Path | None = None, paper: str = "draftexpert") -> Path:
+def run_folder(recipe: Recipe, out: Path | None = None, paper: str = "draftexpert") -> Path:
     """Where `moexp bench` keeps the recipe's raw records for a paper's tables."""
     sections = RUN_SECTIONS[paper] + (("paths.head",) if paper == "ecospec" and recipe.paths.head else ())
     return artifact_path("runs", recipe, *sections) if out is None else out
@@ -85,9 +80,9 @@ def source_cache() -> Path:
     return home() / "sources"
 
 
-def require(there: bool, missing: str, folder: Path, command: str) -> None:
-    """MoexpError naming the command that makes what is not there."""
-    if not there:
+def require(exists: bool, missing: str, folder: Path, command: str) -> None:
+    """MoexpError that names the command to run, unless an artifact exists."""
+    if not exists:
         raise MoexpError(missing, where=str(folder), valid=f"run: {command}")
 
 

@@ -2,7 +2,7 @@
 
     recipe = load_recipe("pocket", ["draft.width=768"])
 
-A recipe is a file of the sections in `moexp/config/sections.py`. `base: NAME|PATH` starts from another recipe:
+A recipe is a file of the values of `Recipe`. `base: NAME|PATH` starts from another recipe:
 sections are merged, everything else is replaced. Each source (a base, the file, every `--set`) is checked
 for unknown keys on its own, so that an error can say which of them is wrong.
 """
@@ -15,21 +15,59 @@ import types
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 import moexp
 from moexp.base.errors import MoexpError
 from moexp.base.yamlio import dump_yaml, parse_yaml, read_yaml
-from moexp.config.sections import Section, Sections
+from moexp.config.bench import BenchSection, EcoSpecSection, EvalSection, SimulationSection, TuneSection
+from moexp.config.decode import DecodeSection, StoreSection
+from moexp.config.learn import DraftSection, HeadSection, PredictorSection
+from moexp.config.section import NonNegative, Section
+from moexp.config.target import TargetSection, TraceSection
 
 _NOT_INHERITED = ("name", "summary")
 
 
-class Recipe(Sections):
+class PathsSection(Section):
+    """Folders to use in place of those under `$MOEXP_HOME`; what `--out` sets."""
+
+    target: str | None = None
+    """Where the built target lies, or is to lie."""
+    draft_experts: str | None = None
+    predictor: str | None = None
+    head: str | None = None
+    """A published head to draft with: a folder or a hub id with an EAGLE-3 head, or (head.kind mtp) with the target's
+    own checkpoint, whose layer for multi-token prediction it is."""
+
+
+class Recipe(Section):
     """A resolved recipe: every value set, nothing left to look up."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Names folders of results; the file's name unless given. Not inherited from `base`."""
+    summary: str = ""
+    """One line for `moexp recipes`. Not inherited from `base`."""
+    seed: NonNegative = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: NonNegative = 0
+    """Compute threads; 0 takes one a core."""
+    target: TargetSection = TargetSection()
+    trace: TraceSection = TraceSection()
+    draft: DraftSection = DraftSection()
+    predictor: PredictorSection = PredictorSection()
+    head: HeadSection = HeadSection()
+    decode: DecodeSection = DecodeSection()
+    store: StoreSection = StoreSection()
+    bench: BenchSection = BenchSection()
+    ecospec: EcoSpecSection = EcoSpecSection()
+    eval: EvalSection = EvalSection()
+    tune: TuneSection = TuneSection()
+    simulation: SimulationSection = SimulationSection()
+    paths: PathsSection = PathsSection()
 
     def resolved_yaml(self) -> str:
         """The whole recipe as YAML; `load_recipe` reads it back as an equal recipe."""
@@ -149,7 +187,7 @@ def _shipped(below: str = "") -> dict[str, Path]:
 
 def valid_keys() -> list[str]:
     """Every dotted key that a recipe may set, sections included."""
-    return [key for key, _ in _walk_schema(Sections, "")] + ["base"]
+    return [key for key, _ in _walk_schema(Recipe, "")] + ["base"]
 
 
 def nearest_key(key: str, among: Sequence[str] | None = None) -> str:
@@ -222,7 +260,7 @@ def _merge(
     origins: dict[str, str],
     where: str,
     *,
-    schema: type[Section] | None = Sections,
+    schema: type[Section] | None = Recipe,
     prefix: str = "",
 ) -> None:
     """Lays `change` over `into`, in place: sections are merged, values replaced."""
@@ -261,7 +299,7 @@ def _walk_schema(schema: type[Section], prefix: str) -> Iterator[tuple[str, type
             yield from _walk_schema(inner, f"{prefix}{key}.")
 
 
-def _check_keys(values: Mapping[Any, Any], where: str, *, schema: type[Section] = Sections, prefix: str = "") -> None:
+def _check_keys(values: Mapping[Any, Any], where: str, *, schema: type[Section] = Recipe, prefix: str = "") -> None:
     for key, value in values.items():
         dotted = f"{prefix}{key}"
         if key not in schema.model_fields and dotted != "base":

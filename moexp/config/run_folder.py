@@ -62,12 +62,12 @@ class RunDir:
         self._unlock()
 
     def result(self, stage: str, digest: str) -> dict[str, Any] | None:
-        """What `mark_done` kept of a finished stage; None if not done, or done with another digest."""
+        """The result that `mark_done` saved of a stage; None if not done, or done with another digest."""
         marker = self._marker(stage)
         if not marker.exists():
             return None
-        kept = _read_json(marker)
-        return kept["result"] if kept.get("digest") == digest else None
+        saved = _read_json(marker)
+        return saved["result"] if saved.get("digest") == digest else None
 
     def mark_done(self, stage: str, digest: str, result: dict[str, Any] | None = None) -> None:
         """Records that a stage is finished. Call it last, once everything that the stage wrote is on disk."""

@@ -1,4 +1,8 @@
-"""The base of every section, and the kinds of numbers that fields take."""
+"""The base of every section of a recipe, and the kinds of numbers that fields take.
+
+A section is a frozen model, each field with its default and its unit. A string is never taken for a number (`strict`),
+and an unknown name is an error (`extra="forbid"`).
+"""
 
 from __future__ import annotations
 

@@ -1,43 +1,40 @@
-"""Where the artifacts of a recipe lie, and how to open them: target folder, draft experts, store, engine, methods.
-
-Stages meet only here, through folders: each can be run alone, and what is there already is used as it is.
-"""
+"""Opens what a recipe decodes with: store, engine, expert predictors, method, sampling."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from moexp.base.errors import MoexpError
+from moexp.config.decode import DecodeSection, StoreSection
 from moexp.config.locations import home, predictor_folder, require
 from moexp.config.recipe import Recipe
-from moexp.config.sections import DecodeSection, StoreSection
-
-if TYPE_CHECKING:
-    from moexp.runtime.decoding.method import Method
-    from moexp.runtime.engine.engine import Engine
-    from moexp.runtime.predictors.learned import RoutingPredictor
-    from moexp.runtime.predictors.predictor import ExpertPredictor
-    from moexp.runtime.store.store import ExpertStore
-    from moexp.runtime.verifiers.sampling import Sampling
-    from moexp.target.draft_expert import DraftExperts
-    from moexp.target.heads.head import DraftHead
-    from moexp.target.load import Target
+from moexp.data.traces import MANIFEST, expert_demands, read_manifest, read_trace
+from moexp.runtime.decoding.method import LEARNED, Method, TreePlan
+from moexp.runtime.drafters.draft_tree import TreeShape
+from moexp.runtime.engine.engine import Engine
+from moexp.runtime.predictors.files import HEADER, load_predictor
+from moexp.runtime.predictors.learned import LearnedPredictor, RoutingPredictor
+from moexp.runtime.predictors.predictor import ExpertPredictor
+from moexp.runtime.store.pacing import Pacer
+from moexp.runtime.store.policies import STATIC_HOT
+from moexp.runtime.store.store import ExpertStore, open_store
+from moexp.runtime.verifiers.sampling import Sampling
+from moexp.target.draft_expert import DraftExperts
+from moexp.target.heads.head import DraftHead
+from moexp.target.load import Target, drafters_identity
 
 
 def open_predictor(recipe: Recipe, target: Target, level: str | None = None) -> RoutingPredictor:
     """The recipe's expert predictor, in the target's dtype.
 
     Args:
-        level: a checkpoint that was kept on the way, a key of `moexp.learn.predictor.lesson.LEVELS`.
+        level: a checkpoint saved during training, a key of `moexp.learn.predictor.lesson.LEVELS`.
 
     Raises:
         MoexpError: not trained yet, never at that level, or trained for another target.
     """
-    from moexp.runtime.predictors.files import HEADER, load_predictor
-    from moexp.target.load import drafters_identity
-
     folder = predictor_folder(recipe)
     command = f"moexp train-predictor --recipe {recipe.name}"
     require((folder / HEADER).exists(), "the expert predictor is not trained", folder, command)
@@ -54,11 +51,6 @@ def opened_store(target: Target, section: StoreSection) -> Iterator[ExpertStore]
     Raises:
         MoexpError: it is to keep the most demanded experts, and no routing trace of the target is there.
     """
-    from moexp.runtime.store.pacing import Pacer
-    from moexp.runtime.store.policies import STATIC_HOT
-    from moexp.runtime.store.store import open_store
-    from moexp.target.load import drafters_identity
-
     pace = section.pace
     pacer = None if pace is None else Pacer(pace.bandwidth_gb_s * 1e9, pace.latency_us * 1e-6, pace.concurrency)
     store = open_store(
@@ -84,14 +76,12 @@ def traced_demands(fingerprint: str) -> dict[tuple[int, int], float]:
     Raises:
         MoexpError: there is none.
     """
-    from moexp.data.traces import MANIFEST, expert_demands, read_manifest, read_trace
-
-    found = [(manifest.tokens, path.parent) for path in sorted((home() / "traces").glob(f"*/{MANIFEST}"))
-             if (manifest := read_manifest(path.parent)).complete and manifest.target == fingerprint]  # fmt: skip
-    if not found:
+    traces = [(manifest.tokens, path.parent) for path in sorted((home() / "traces").glob(f"*/{MANIFEST}"))
+              if (manifest := read_manifest(path.parent)).complete and manifest.target == fingerprint]  # fmt: skip
+    if not traces:
         missing = f"static-hot needs a routing trace of target {fingerprint[:12]}"
         raise MoexpError(missing, where=str(home() / "traces"), valid="run: moexp trace-routing")
-    return expert_demands(read_trace(max(found)[1], fingerprint))
+    return expert_demands(read_trace(max(traces)[1], fingerprint))
 
 
 @contextmanager
@@ -103,8 +93,6 @@ def opened_engine(
     predictors: Mapping[str, Callable[[], ExpertPredictor]] | None = None,
 ) -> Iterator[Engine]:
     """An engine over the target with a store of its own."""
-    from moexp.runtime.engine.engine import Engine
-
     with opened_store(target, section) as store:
         yield Engine(target, store, draft_experts=draft_experts, draft_head=draft_head, predictors=predictors)
 
@@ -115,24 +103,19 @@ def predictors_of(recipe: Recipe, target: Target, method: Method) -> dict[str, C
     Raises:
         MoexpError: it is not trained yet, or for another target.
     """
-    if method.tree is None or method.tree.predictor != "learned":
+    if method.tree is None or method.tree.predictor != LEARNED:
         return {}
-    return {"learned": learned_predictor(recipe, target)}
+    return {LEARNED: learned_predictor(recipe, target)}
 
 
 def learned_predictor(recipe: Recipe, target: Target, level: str | None = None) -> Callable[[], ExpertPredictor]:
     """What makes learned predictors, one a request, that share the weights of `open_predictor`."""
-    from moexp.runtime.predictors.learned import LearnedPredictor
-
     model = open_predictor(recipe, target, level)
     return lambda: LearnedPredictor(model)
 
 
 def method_of(section: DecodeSection) -> Method:
     """The decoding method that a recipe's section describes."""
-    from moexp.runtime.decoding.method import Method, TreePlan
-    from moexp.runtime.drafters.draft_tree import TreeShape
-
     plan = None
     if section.tree is not None:
         tree = section.tree
@@ -144,6 +127,4 @@ def method_of(section: DecodeSection) -> Method:
 
 def sampling_of(section: DecodeSection, seed: int) -> Sampling:
     """The sampling that a recipe's section describes."""
-    from moexp.runtime.verifiers.sampling import Sampling
-
     return Sampling(temperature=section.temperature, top_k=section.top_k, top_p=section.top_p, seed=seed)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from moexp.base import atomic
-from moexp.config.sections import DecodeSection
+from moexp.config.decode import DecodeSection
 from moexp.sim.adapt import Simulated
 from moexp.sim.blocks import Blocks, Setting
 from moexp.sim.simulate import BELADY, Outcome, simulate

@@ -20,7 +20,7 @@ from moexp.base import ranks
 from moexp.base.atomic import new_folder
 from moexp.base.errors import MoexpError
 from moexp.base.progress import stage
-from moexp.config.sections import CorpusSection
+from moexp.config.target import CorpusSection
 from moexp.learn.corpus.scripts import chat_frame, scripts
 from moexp.learn.corpus.streams import StreamSettings, write_streams
 

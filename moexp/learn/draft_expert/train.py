@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from moexp.base import ranks
+from moexp.config.learn import DraftSection
 from moexp.config.recipe import Recipe
-from moexp.config.sections import DraftSection
 from moexp.learn.core.loop import UNSAVED, Run, Schedule, followed
 from moexp.learn.draft_expert.distill import DistillSettings, distill, warm_up
 from moexp.learn.draft_expert.losses import Weights

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from moexp.base.errors import MoexpError
+from moexp.config.learn import HeadSection
 from moexp.config.recipe import Recipe
-from moexp.config.sections import HeadSection
 from moexp.learn.core.loop import Run, Schedule, followed
 from moexp.learn.heads.fit import measure_head, train_head
 from moexp.learn.heads.gto import TreeSettings

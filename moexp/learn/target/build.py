@@ -20,7 +20,7 @@ from moexp.base.errors import MoexpError
 from moexp.base.progress import stage
 from moexp.config.locations import padded_beside
 from moexp.config.recipe import Recipe
-from moexp.config.sections import TargetSection
+from moexp.config.target import TargetSection
 from moexp.learn.core.loop import Run, Schedule, followed
 from moexp.learn.corpus.files import corpus_rows
 from moexp.learn.setup import work_folder

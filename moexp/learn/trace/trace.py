@@ -27,7 +27,7 @@ from moexp.base.atomic import write_text
 from moexp.base.errors import MoexpError
 from moexp.base.progress import stage
 from moexp.config.recipe import Recipe
-from moexp.config.sections import TraceSection
+from moexp.config.target import TraceSection
 from moexp.data.prompts import load_texts
 from moexp.data.traces import (
     MANIFEST,
