@@ -12,7 +12,7 @@ from moexp.base.errors import MoexpError
 from moexp.config.target import CorpusSection
 from moexp.learn.corpus.files import corpus_rows, load_rows, save_rows, shipped_corpora, write_corpus
 from moexp.learn.corpus.scripts import chat_frame, scripts
-from moexp.learn.corpus.streams import Part, Script, StreamSettings, write_streams
+from moexp.learn.corpus.streams import Part, Script, write_streams
 from moexp.target.tiny import byte_tokenizer
 from tests.tiny_models import dense_model, random_rows
 
@@ -33,7 +33,12 @@ def counted(taken: list[int]) -> Iterator[Script]:
 def test_a_stream_is_its_scripts_with_the_models_words_between(model: Any):
     taken: list[int] = []
     streams = write_streams(
-        model, counted(taken), StreamSettings(rows=3, length=30, temperatures=(1.0,)), stop_ids=frozenset(), end_id=END
+        model,
+        counted(taken),
+        CorpusSection(rows=3, length=30, temperatures=(1.0,)),
+        0,
+        stop_ids=frozenset(),
+        end_id=END,
     )
     assert streams.tokens.shape == streams.written.shape == (3, 30)
     for tokens, written in zip(streams.tokens.tolist(), streams.written.tolist(), strict=True):
@@ -49,7 +54,7 @@ def test_a_stream_is_its_scripts_with_the_models_words_between(model: Any):
 
 def test_greedy_rows_are_what_the_model_would_say(model: Any):
     streams = write_streams(
-        model, counted([]), StreamSettings(rows=2, length=24, temperatures=(0.0,)), stop_ids=frozenset(), end_id=END
+        model, counted([]), CorpusSection(rows=2, length=24, temperatures=(0.0,)), 0, stop_ids=frozenset(), end_id=END
     )
     with torch.no_grad():
         wanted = model(input_ids=streams.tokens).logits.argmax(-1)[:, :-1]
@@ -60,16 +65,16 @@ def test_greedy_rows_are_what_the_model_would_say(model: Any):
 
 def test_a_stop_token_ends_a_turn(model: Any):
     everything = frozenset(range(256))
-    streams = write_streams(model, counted([]), StreamSettings(rows=1, length=14), stop_ids=everything, end_id=END)
+    streams = write_streams(model, counted([]), CorpusSection(rows=1, length=14), 0, stop_ids=everything, end_id=END)
     # a turn of one token each, and nothing is fed to end it
     assert streams.written[0].tolist() == ([False] * 2 + [True, False, True, False]) * 2 + [False] * 2
 
 
 def test_temperatures_differ_by_row_and_a_seed_repeats(model: Any):
     def write(seed: int) -> torch.Tensor:
-        settings = StreamSettings(rows=4, length=20, temperatures=(0.0, 1.0), seed=seed)
+        settings = CorpusSection(rows=4, length=20, temperatures=(0.0, 1.0))
         return write_streams(
-            model, itertools.repeat((Part((70,), 100),)), settings, stop_ids=frozenset(), end_id=END
+            model, itertools.repeat((Part((70,), 100),)), settings, seed, stop_ids=frozenset(), end_id=END
         ).tokens
 
     first = write(0)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from moexp.base.errors import MoexpError
 from moexp.learn.core import loop
-from moexp.learn.core.loop import Metrics, Run, Schedule, Updates, batch_rows, train
+from moexp.learn.core.loop import Metrics, Run, Schedule, Updates, own_rows, train
 
 
 class Problem:
@@ -193,8 +193,8 @@ def test_a_time_cap_compresses_the_schedule_and_ends_the_run(monkeypatch):
 def test_an_epoch_of_batches_holds_each_row_once(total: int, size: int, seed: int):
     per_epoch = max(1, total // size)
     for epoch in range(2):
-        batches = [batch_rows(total, size, epoch * per_epoch + place, seed) for place in range(per_epoch)]
+        batches = [own_rows(torch.arange(total), size, epoch * per_epoch + place, seed) for place in range(per_epoch)]
         rows = torch.cat(batches).tolist()
         assert len(rows) == len(set(rows)) == min(total, per_epoch * size)
         assert all(0 <= row < total for row in rows)
-    assert torch.equal(batch_rows(total, size, 3, seed), batch_rows(total, size, 3, seed))
+    assert torch.equal(*(own_rows(torch.arange(total), size, 3, seed) for _ in range(2)))

@@ -354,10 +354,10 @@ def test_stopped_training_resumes_to_the_very_same_weights(tmp_path: Path, monke
     fit(whole, task)
     plain = training.own_rows
 
-    def interrupt(total: int, size: int, step: int, seed: int) -> torch.Tensor:
+    def interrupt(rows: torch.Tensor, size: int, step: int, seed: int) -> torch.Tensor:
         if step == 6:
             os.kill(os.getpid(), signal.SIGINT)
-        return plain(total, size, step, seed)
+        return plain(rows, size, step, seed)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(training, "own_rows", interrupt)

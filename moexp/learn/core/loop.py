@@ -116,21 +116,15 @@ def followed(title: str, steps: int, *shown: str, log: list[dict[str, Any]] | No
         yield on_step
 
 
-def batch_rows(total: int, size: int, step: int, seed: int) -> Tensor:
-    """The rows of batch `step`: each epoch is a fresh seeded permutation, the tail of an epoch is dropped."""
-    per_epoch = max(1, total // size)
-    epoch, batch = divmod(step, per_epoch)
-    order = torch.randperm(total, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
-    return order[batch * size : (batch + 1) * size]
-
-
-def own_rows(total: int, size: int, step: int, seed: int) -> Tensor:
-    """This process's share of `batch_rows`.
+def own_rows(rows: Tensor, size: int, step: int, seed: int) -> Tensor:
+    """This process's share of batch `step`: each epoch is a fresh seeded permutation, the tail of an epoch is dropped.
 
     Raises:
         MoexpError: the batch cannot be dealt evenly to the processes of this run.
     """
-    return ranks.share(batch_rows(total, size, step, seed))
+    epoch, batch = divmod(step, max(1, len(rows) // size))
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
+    return rows[ranks.share(order[batch * size : (batch + 1) * size])]
 
 
 def train(

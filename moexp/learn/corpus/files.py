@@ -22,7 +22,7 @@ from moexp.base.errors import MoexpError
 from moexp.base.progress import stage
 from moexp.config.target import CorpusSection
 from moexp.learn.corpus.scripts import chat_frame, scripts
-from moexp.learn.corpus.streams import StreamSettings, write_streams
+from moexp.learn.corpus.streams import write_streams
 
 
 def tokenizer_id(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -98,7 +98,7 @@ def write_corpus(
     author: str,
     seed: int,
 ) -> list[Path]:
-    """Lets `model` write `section.tokens` tokens into `folder`, one subfolder a batch; finished batches are kept. The
+    """Lets `model` write `section.tokens` tokens into `folder`, one subfolder a batch, but for finished batches. The
     processes of a run take batches in turn.
 
     Returns:
@@ -106,27 +106,21 @@ def write_corpus(
     """
     per_batch = section.rows * section.length
     batches = -(-section.tokens // per_batch)
+    files = [folder / f"{batch:03d}" / "rows.parquet" for batch in range(batches)]
     _, _, end_id = chat_frame(tokenizer)
     stop_ids = frozenset({end_id, *tokenizer.all_special_ids})
     with stage(f"Text by the {author} model", batches * per_batch) as advance:
         for batch in range(ranks.rank(), batches, ranks.world()):
-            place = folder / f"{batch:03d}"
-            if place.exists():
+            if files[batch].parent.exists():
                 continue
-            settings = StreamSettings(
-                rows=section.rows,
-                length=section.length,
-                temperatures=section.temperatures,
-                seed=seed * 1000 + batch,
-            )
-            start = batch * per_batch
 
-            def on_step(done: int, start: int = start) -> None:
-                advance(start + done)
+            def on_step(done: int, batch: int = batch) -> None:
+                advance(batch * per_batch + done)
 
-            lines = scripts(tokenizer, seed * 1000 + batch)
-            streams = write_streams(model, lines, settings, stop_ids=stop_ids, end_id=end_id, on_step=on_step)
-            with new_folder(place) as into:
-                save_rows(into / "rows.parquet", streams.tokens, tokenizer, author)
+            own_seed = seed * 1000 + batch
+            lines = scripts(tokenizer, own_seed)
+            streams = write_streams(model, lines, section, own_seed, stop_ids=stop_ids, end_id=end_id, on_step=on_step)
+            with new_folder(files[batch].parent) as into:
+                save_rows(into / files[batch].name, streams.tokens, tokenizer, author)
         ranks.barrier()
-    return [folder / f"{batch:03d}" / "rows.parquet" for batch in range(batches)]
+    return files

@@ -1,6 +1,6 @@
 """Text a model writes itself: batched sampling of packed chat streams.
 
-Distillation wants text that looks like what the student will meet. Each row of the batch is a stream: parts of a
+Each row of the batch is a stream: parts of a
 script are fed token by token, the model writes between them (a user's question after its first words, then the
 answer), and when a script ends the next one follows in the same row, as in a conversation of several turns. No row
 ever idles, so the batch stays full to the last step.
@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from moexp.config.sections import CorpusSection
+
 STREAM_ATTENTION = "moexp_stream"
 CANDIDATES = 64  # tokens a draw chooses from: the tail of a small model's distribution is noise
 
@@ -36,16 +38,6 @@ class Part:
 Script = tuple[Part, ...]
 
 
-@dataclass(frozen=True)
-class StreamSettings:
-    """How a corpus is sampled. `temperatures` are dealt to the rows in turn; 0 is greedy."""
-
-    rows: int = 128
-    length: int = 256
-    temperatures: tuple[float, ...] = (0.0, 0.6, 0.8, 1.0)
-    seed: int = 0
-
-
 @dataclass
 class Streams:
     """`tokens` int64 [B, L]; `written` bool [B, L]: True where the model itself chose the token."""
@@ -57,13 +49,14 @@ class Streams:
 def write_streams(
     model: PreTrainedModel,
     scripts: Iterator[Script],
-    settings: StreamSettings,
+    section: CorpusSection,
+    seed: int,
     *,
     stop_ids: frozenset[int],
     end_id: int,
     on_step: Callable[[int], None] = lambda tokens: None,
 ) -> Streams:
-    """Samples `rows` packed streams of `length` tokens from `model`.
+    """Samples the section's `rows` packed streams of `length` tokens from `model`.
 
     Args:
         scripts: what is fed and where the model writes; consumed as rows become free.
@@ -71,14 +64,14 @@ def write_streams(
         end_id: fed where a turn is cut off by its limit.
         on_step: called with the number of tokens in the streams so far.
     """
-    rows, length = settings.rows, settings.length
-    generator = torch.Generator().manual_seed(settings.seed)
-    temperature_B = torch.tensor([settings.temperatures[row % len(settings.temperatures)] for row in range(rows)])
+    rows, length = section.rows, section.length
+    generator = torch.Generator().manual_seed(seed)
+    temperature_B = torch.tensor([section.temperatures[row % len(section.temperatures)] for row in range(rows)])
     writers = [_Writer(scripts, stop_ids, end_id) for _ in range(rows)]
     tokens_BL = torch.zeros(rows, length, dtype=torch.long)
     written_BL = torch.zeros(rows, length, dtype=torch.bool)
     cache = StaticCache(config=model.config, max_cache_len=length)
-    sampled: list[int] = [0] * rows
+    sampled = [0] * rows
     with torch.no_grad(), _stream_attention(model):
         for position in range(length):
             chosen = [writer.next_token(sampled[row]) for row, writer in enumerate(writers)]
@@ -97,7 +90,7 @@ def write_streams(
 
 @contextmanager
 def _stream_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the model attends as `_attend_one` does; its own attention is put back."""
+    """Inside, the model attends as `_attend_one` does; afterwards as before."""
     before = model.config._attn_implementation
     if STREAM_ATTENTION not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         ALL_ATTENTION_FUNCTIONS.register(STREAM_ATTENTION, _attend_one)

@@ -49,8 +49,7 @@ def warm_up(path: DraftPath, corpus_NL: Tensor, settings: DistillSettings, run: 
     """
 
     def step_fn(step: int) -> Metrics:
-        rows = own_rows(len(corpus_NL), settings.warmup_rows, step, settings.seed)
-        rows_BL = corpus_NL[rows].long().to(path.model.device)
+        rows_BL = own_rows(corpus_NL, settings.warmup_rows, step, settings.seed).long().to(path.model.device)
         with torch.no_grad(), path.warming_up() as errors:
             path.model.model(input_ids=rows_BL, use_cache=False)
         return {"residual": sum(errors) / len(errors)}
@@ -67,8 +66,7 @@ def distill(path: DraftPath, corpus_NL: Tensor, settings: DistillSettings, run: 
     head_VH = model.lm_head.weight.detach()
 
     def step_fn(step: int) -> Metrics:
-        rows = own_rows(len(corpus_NL), settings.rows, step, settings.seed + 1)
-        rows_BL = corpus_NL[rows].long().to(model.device)
+        rows_BL = own_rows(corpus_NL, settings.rows, step, settings.seed + 1).long().to(model.device)
         cache = DynamicCache(config=model.config)
         with torch.no_grad(), path.recording("all" if weights.residual else "routing"):
             target_TH = model.model(input_ids=rows_BL, cache=cache, use_cache=True).last_hidden_state.flatten(0, 1)

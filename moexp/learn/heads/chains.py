@@ -14,6 +14,7 @@ Shape suffixes: B rows, L tokens a row, n = L - 1 true pairs, R roots a row, K p
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,23 +28,20 @@ from moexp.target.heads.head import DraftHead, TapeCache
 
 @dataclass(frozen=True)
 class Seen:
-    """What the frozen target computed for token rows.
-
-    Attributes:
-        features_BLF: outputs of the layers that a head reads, side by side; the final state where it reads none.
-        final_BLH: states after the last norm.
-    """
+    """What the frozen target computed for token rows."""
 
     features_BLF: Tensor
+    """Outputs of the layers that a head reads, side by side; the final state where it reads none."""
     final_BLH: Tensor
+    """States after the last norm."""
 
 
 class TargetPass:
     """Runs the frozen target over rows and gives what a head reads of it.
 
     Args:
-        model: causal language model with its experts in memory; frozen, and set to an experts implementation that
-            suits whole rows.
+        model: causal language model with its experts in memory; becomes frozen and gets the experts implementation of
+            training.
         feature_layers: see `DraftHead`.
     """
 
@@ -88,10 +86,10 @@ class Chains:
     def fork(self, roots_R: Tensor | None = None) -> Chains:
         """Chains from the same true pairs, with some of the roots or all. Must not have gone beyond step 0."""
         assert self.depth == 0
-        other = object.__new__(Chains)
-        other.head, other.pairs, other.cache, other.depth = self.head, self.pairs, self.cache.fork(), 0
-        other.roots = self.roots if roots_R is None else roots_R
-        other.hidden = self.hidden if roots_R is None else self.hidden[:, roots_R]
+        other = copy.copy(self)
+        other.cache = self.cache.fork()
+        if roots_R is not None:
+            other.roots, other.hidden = roots_R, self.hidden[:, roots_R]
         return other
 
     def extend(self, tokens_BR: Tensor) -> Tensor:
@@ -106,9 +104,13 @@ def chain_mask(roots_R: Tensor, pairs: int, depth: int) -> Tensor:
     """Who sees whom at step `depth`, bool [R, pairs + depth R]: true pairs up to the root, then the own chain's steps,
     which were appended step by step, one for each root.
     """
-    true_Rn = torch.arange(pairs, device=roots_R.device)[None] <= roots_R[:, None]
     own_RR = torch.eye(len(roots_R), dtype=torch.bool, device=roots_R.device)
-    return torch.cat([true_Rn, own_RR.repeat(1, depth)], dim=1)
+    return torch.cat([pairs_up_to(roots_R, pairs), own_RR.repeat(1, depth)], dim=1)
+
+
+def pairs_up_to(roots_R: Tensor, pairs: int) -> Tensor:
+    """The pairs that are known at each root, bool [R, pairs]."""
+    return torch.arange(pairs, device=roots_R.device)[None] <= roots_R[:, None]
 
 
 def tokens_at_step(rows_BL: Tensor, step: int) -> Tensor:

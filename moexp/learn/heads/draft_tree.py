@@ -17,27 +17,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from moexp.learn.heads.chains import Chains, Seen
+from moexp.learn.heads.chains import Chains, Seen, pairs_up_to
 from moexp.learn.heads.loss import CHUNK
 
 
 @dataclass(frozen=True)
 class Trees:
-    """One tree for each root of each row; nodes are in order of levels, `width` a level.
-
-    Attributes:
-        tokens_BRN: target ids.
-        parents_BRN: node number of the parent, -1 for the root.
-        ancestors_BRNN: bool, [.., i, j] where j is on the path to i or is i.
-        scores_BRN: log of the path's probability under the head.
-        depths_N: level of a node, from 1.
-    """
+    """One tree for each root of each row; nodes are in order of levels, `width` a level."""
 
     tokens_BRN: Tensor
+    """Target ids."""
     parents_BRN: Tensor
+    """Number of the parent, -1 for the root."""
     ancestors_BRNN: Tensor
+    """Bool, [.., i, j] where j is on the path to i or is i."""
     scores_BRN: Tensor
+    """Log of the path's probability under the head."""
     depths_N: Tensor
+    """Level of a node, from 1."""
 
     def with_roots_from(self, other: Trees) -> Trees:
         """The trees of both, side by side along R."""
@@ -50,8 +47,7 @@ def grow_trees(chains: Chains, *, depth: int, width: int) -> Trees:
     """Drafts a tree from every root of chains that stand at step 0.
 
     Args:
-        depth: levels.
-        width: nodes that stay at each level, and children that a node proposes.
+        width: nodes that stay at each of `depth` levels, and children that a node proposes.
     """
     head, cache = chains.head, chains.cache.fork()
     batch, roots = chains.hidden.shape[:2]
@@ -95,8 +91,7 @@ def grow_trees(chains: Chains, *, depth: int, width: int) -> Trees:
 def _node_mask(roots_R: Tensor, pairs: int, above_BRWN: Tensor, width: int) -> Tensor:
     """Bool [B, R W, n + levels R W]: true pairs up to the root, then of each level the ancestors in the own tree."""
     batch, roots, _, nodes = above_BRWN.shape
-    true_Rn = torch.arange(pairs, device=roots_R.device)[None] <= roots_R[:, None]
-    true_BTn = true_Rn.repeat_interleave(width, dim=0)[None].expand(batch, -1, -1)
+    true_BTn = pairs_up_to(roots_R, pairs).repeat_interleave(width, dim=0)[None].expand(batch, -1, -1)
     same_RR = torch.eye(roots, dtype=torch.bool, device=roots_R.device)
     # [B, R, W, level, R', W']: the cache holds level after level, in each root after root.
     by_level = above_BRWN.view(batch, roots, width, nodes // width, 1, width)
@@ -127,7 +122,7 @@ def read_target(
         own_BRPP = trees.ancestors_BRNN[:, :, :inner, :inner]
         same_RR = torch.eye(roots, dtype=torch.bool, device=roots_R.device)
         tree_BTT = (own_BRPP[:, :, :, None] & same_RR[None, :, None, :, None]).reshape(batch, roots * inner, -1)
-        known_RL = torch.arange(length, device=roots_R.device)[None] <= roots_R[:, None] + 1
+        known_RL = pairs_up_to(roots_R + 1, length)
         known_BTL = known_RL.repeat_interleave(inner, dim=0)[None].expand(batch, -1, -1)
         positions_RP = roots_R[:, None] + 1 + trees.depths_N[None, :inner]
         base: Any = model.model

@@ -40,8 +40,7 @@ def train_head(
     target = TargetPass(model, head.feature_layers)
 
     def step_fn(step: int) -> Metrics:
-        rows = own_rows(len(corpus_NL), settings.rows, step, settings.seed)
-        rows_BL = corpus_NL[rows].long().to(model.device)
+        rows_BL = own_rows(corpus_NL, settings.rows, step, settings.seed).long().to(model.device)
         cache = DynamicCache(config=model.config) if tree is not None else None
         seen = target(rows_BL, cache)
         with settings.precision(model.device):

@@ -1,11 +1,11 @@
 """Where a draft head starts: the best linear guess of the target's next state, by least squares on a few rows.
 
-A head whose projection passes the state on predicts the token that is already known, with confidence: the worst start
-there is. Regressing the state at t + 1 (after the last norm, without that norm's weights) on the states at t and the
+A head whose projection passes the state on predicts the token that is already known, with confidence: the worst of
+starts. Regressing the state at t + 1 (after the last norm, without that norm's weights) on the states at t and the
 embedding of token t + 1 gives weights in closed form that draft before the first step of training.
 
 An MTP head's projection reads both. An EAGLE-3 head's reads the states alone; the embedding comes in by attention, so
-the first query head of each key head is made to look at its own position and to carry the embedding's part, as far as
+the first query head of each key head looks at its own position and carries the embedding's part, as far as
 its values have room for it (the leading singular vectors).
 
 Shape suffixes: T positions, F inputs, H hidden size, W dimension of an attention head.
@@ -13,7 +13,6 @@ Shape suffixes: T positions, F inputs, H hidden size, W dimension of an attentio
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +33,7 @@ TEMPERATURES = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2)
 
 @torch.no_grad()
 def start_by_least_squares(head: EagleHead | MtpHead, model: PreTrainedModel, rows_NL: Tensor, batch: int = 8) -> float:
-    """Sets a head (fp32) in place to its best linear guess and scales its last norm; returns the loss it starts with.
+    """Sets a head (fp32), in place, to its best linear guess and scales its last norm.
 
     The norm takes a guess's length away, and with it how sure it is: its weights are multiplied by the factor, of a
     few, at which the guesses' cross-entropy against the target's most likely tokens is least.
@@ -46,32 +45,31 @@ def start_by_least_squares(head: EagleHead | MtpHead, model: PreTrainedModel, ro
     Returns:
         that cross-entropy, in nats a token.
     """
-    target, seen_by = TargetPass(model, head.feature_layers), _inputs_of(head)
+    target = TargetPass(model, head.feature_layers)
     base: Any = model.model
     norm_H = base.norm.weight.float()
-    gram_FF, cross_FH = None, None
+    gram_FF, cross_FH = torch.zeros((), device=model.device), torch.zeros((), device=model.device)
     for rows_BL in rows_NL.long().to(model.device).split(batch):
         seen = target(rows_BL)
-        inputs_TF = seen_by(rows_BL, seen.features_BLF)
-        wanted_TH = (seen.final_BLH[:, SKIPPED + 1 :].float() / norm_H).flatten(0, 1)
-        gram_FF = inputs_TF.T @ inputs_TF + (0.0 if gram_FF is None else gram_FF)
-        cross_FH = inputs_TF.T @ wanted_TH + (0.0 if cross_FH is None else cross_FH)
-    assert gram_FF is not None and cross_FH is not None
+        inputs_TF = _inputs(head, rows_BL, seen.features_BLF)
+        next_TH = seen.final_BLH[:, SKIPPED + 1 :].flatten(0, 1)
+        gram_FF = inputs_TF.T @ inputs_TF + gram_FF
+        cross_FH = inputs_TF.T @ (next_TH.float() / norm_H) + cross_FH
     solved_FH = solve_ridge(gram_FF, cross_FH, RIDGE)
     if isinstance(head, EagleHead):
         states = 3 * head.config.target_hidden
         head.fc.weight.copy_(solved_FH[:states].T)
         _carry_embedding(head, solved_FH[states:])
-        output: Any = head.norm
+        norm: Any = head.norm
     else:
         head.eh_proj.weight.copy_(solved_FH.T)
-        output = head.shared_head["norm"]
+        norm = head.shared_head["norm"]
     # The last batch is enough for one number.
     guessed_TH = torch.nn.functional.rms_norm(inputs_TF @ solved_FH, norm_H.shape)
-    best_T = model.get_output_embeddings()(seen.final_BLH[:, SKIPPED + 1 :].flatten(0, 1)).argmax(-1)
+    best_T = model.get_output_embeddings()(next_TH).argmax(-1)
     losses = {factor: _loss(head, guessed_TH * norm_H * factor, best_T) for factor in TEMPERATURES}
     factor = min(losses, key=lambda name: losses[name])
-    output.weight.mul_(factor)
+    norm.weight.mul_(factor)
     return losses[factor]
 
 
@@ -82,26 +80,15 @@ def _loss(head: EagleHead | MtpHead, states_TH: Tensor, best_T: Tensor) -> float
     return float(torch.nn.functional.cross_entropy(logits.float(), ids_T[ids_T >= 0]))
 
 
-def _inputs_of(head: EagleHead | MtpHead) -> Callable[[Tensor, Tensor], Tensor]:
-    """(rows [B, L], features [B, L, F']) -> what a guess is made from at the positions that have a next one, [T, F]."""
-
-    def fused(rows_BL: Tensor, features_BLF: Tensor) -> Tensor:
-        assert isinstance(head, EagleHead)
-        embedded = head.midlayer.input_layernorm(_embedded(head, rows_BL[:, SKIPPED + 1 :]))
-        return torch.cat([features_BLF[:, SKIPPED:-1].float(), embedded], dim=-1).flatten(0, 1)
-
-    def paired(rows_BL: Tensor, features_BLF: Tensor) -> Tensor:
-        assert isinstance(head, MtpHead)
-        embedded = head.enorm(_embedded(head, rows_BL[:, SKIPPED + 1 :]))
-        state = head.hnorm(features_BLF[:, SKIPPED:-1].float())
-        return torch.cat([embedded, state], dim=-1).flatten(0, 1)
-
-    return fused if isinstance(head, EagleHead) else paired
-
-
-def _embedded(head: EagleHead | MtpHead, ids_BT: Tensor) -> Tensor:
-    embedded: Tensor = head.shared.embed(ids_BT)
-    return embedded.float()
+def _inputs(head: EagleHead | MtpHead, rows_BL: Tensor, features_BLF: Tensor) -> Tensor:
+    """What the head guesses from [T, F], at the positions that have a next one."""
+    states_BTF = features_BLF[:, SKIPPED:-1].float()
+    embedded_BTH = head.shared.embed(rows_BL[:, SKIPPED + 1 :]).float()
+    if isinstance(head, EagleHead):
+        parts = [states_BTF, head.midlayer.input_layernorm(embedded_BTH)]
+    else:
+        parts = [head.enorm(embedded_BTH), head.hnorm(states_BTF)]
+    return torch.cat(parts, dim=-1).flatten(0, 1)
 
 
 def _carry_embedding(head: EagleHead, wanted_HH: Tensor) -> None:
@@ -118,15 +105,13 @@ def _carry_embedding(head: EagleHead, wanted_HH: Tensor) -> None:
     generator = torch.Generator().manual_seed(0)
     for number in range(config.num_kv_heads):
         keys, query = slice(number * width, (number + 1) * width), number * group * width
-        places = slice(number * width, min((number + 1) * width, room))
-        used = max(0, places.stop - places.start)
-        root_R = scale_R[places].sqrt()
-        attention.v_proj.weight[number * width : number * width + used, :hidden] = (left_HR[:, places] * root_R).T
-        attention.o_proj.weight[:, query : query + used] = right_RH[places].T * root_R
-        # The same projection of the embedding asks and answers: a position's match with itself is far above others'.
-        same_WH = (torch.linalg.qr(torch.randn(hidden, width, generator=generator)).Q.T * SHARPNESS).to(
-            wanted_HH.device
-        )
+        ranks = slice(keys.start, min(keys.stop, room))
+        used = max(0, ranks.stop - ranks.start)
+        root_R = scale_R[ranks].sqrt()
+        attention.v_proj.weight[keys.start : keys.start + used, :hidden] = (left_HR[:, ranks] * root_R).T
+        attention.o_proj.weight[:, query : query + used] = right_RH[ranks].T * root_R
+        # Keys and queries are the same projection of the embedding: a position matches itself far above others.
+        same_HW = torch.linalg.qr(torch.randn(hidden, width, generator=generator)).Q * SHARPNESS
         for projection, rows in ((attention.k_proj, keys), (attention.q_proj, slice(query, query + width))):
             projection.weight[rows] = 0.0
-            projection.weight[rows, :hidden] = same_WH
+            projection.weight[rows, :hidden] = same_HW.T.to(wanted_HH.device)

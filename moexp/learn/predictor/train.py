@@ -51,8 +51,8 @@ def fit(
     def step_fn(step: int) -> Metrics:
         model.train()
         torch.manual_seed(lesson.seed * 1_000_003 + step + ranks.rank() * 1_000_000_007)
-        chosen_R = lesson.train_R[own_rows(len(lesson.train_R), lesson.batch, step, lesson.seed).numpy()]
-        part = batch_of(lesson.rows, chosen_R).to(model.device)
+        chosen_R = own_rows(torch.from_numpy(lesson.train_R), lesson.batch, step, lesson.seed)
+        part = batch_of(lesson.rows, chosen_R.numpy()).to(model.device)
         logits_PLE = routing_logits(model, part, lesson.dtype)
         loss = routing_loss(logits_PLE, part.experts_PLk) / ranks.mean(part.experts_PLk[..., 0].numel())
         loss.backward()

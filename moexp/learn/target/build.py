@@ -81,13 +81,7 @@ def _build_carved(recipe: Recipe, folder: Path, cache: Path, provenance: dict[st
     work = work_folder(folder)
     with stage("Dense model", None):
         dense = load_dense(section.source, cache=cache, path=section.path, revision=section.revision)
-    geometry = Geometry(
-        shared_neurons=section.carve.shared_neurons,
-        routed_experts=section.carve.routed_experts,
-        top_k=section.carve.top_k,
-        expert_width=section.carve.expert_width,
-        cluster_rounds=section.carve.cluster_rounds,
-    )
+    geometry = Geometry(**section.carve.model_dump(exclude={"calibration_tokens"}))
     geometry.neurons_per_expert(dense.model.config.intermediate_size)  # a bad one is known before any work
     rows_NL = corpus_rows(
         section.corpus, dense.model, dense.tokenizer, work / "corpus", author="dense", seed=recipe.seed

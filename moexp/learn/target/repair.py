@@ -23,7 +23,7 @@ from transformers import Glm4MoeForCausalLM, LlamaForCausalLM
 
 from moexp.learn.core.experts import hooked, set_training_experts
 from moexp.learn.core.logit_loss import logit_loss
-from moexp.learn.core.loop import UNSAVED, Metrics, Run, Schedule, Updates, batch_rows, train
+from moexp.learn.core.loop import UNSAVED, Metrics, Run, Schedule, Updates, own_rows, train
 from moexp.learn.target.routing import LoadBalancer, RoutingLocality
 from moexp.target.carve import LayerPlan
 from moexp.target.delta import as_delivered, kind_of
@@ -104,7 +104,7 @@ def repair_layerwise(
 
     def step_fn(step: int) -> Metrics:
         errors.clear()
-        rows = corpus_NL[batch_rows(len(corpus_NL), settings.layerwise_rows, step, settings.seed)].long()
+        rows = own_rows(corpus_NL, settings.layerwise_rows, step, settings.seed).long()
         with torch.no_grad():
             dense.model(input_ids=rows, use_cache=False)
         return {"residual": sum(errors) / len(errors), "load": balancer.update()}
@@ -157,7 +157,7 @@ def repair_end_to_end(
 
     def step_fn(step: int) -> Metrics:
         shuffle = settings.seed + (1 if bases is None else 2)
-        rows = corpus_NL[batch_rows(len(corpus_NL), settings.rows, step, shuffle)].long()
+        rows = own_rows(corpus_NL, settings.rows, step, shuffle).long()
         with torch.no_grad():
             teacher_TH = dense.model(input_ids=rows, use_cache=False).last_hidden_state.flatten(0, 1)
         with nullcontext() if bases is None else delivered(student, bases, settings.density):
