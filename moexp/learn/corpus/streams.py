@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from moexp.config.sections import CorpusSection
+from moexp.config.target import CorpusSection
 
 STREAM_ATTENTION = "moexp_stream"
 CANDIDATES = 64  # tokens a draw chooses from: the tail of a small model's distribution is noise
