@@ -7,32 +7,18 @@ there, over AR on the same machine with the same cache. Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow.parquet as pq
 
-from moexp.tables.core.plot import (
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    LIGHT,
-    ORANGE,
-    PURPLE,
-    SKY,
-    Look,
-    Plot,
-    draw_series,
-    legend_beside,
-    plain_log,
-    write_plot,
-)
-from moexp.tables.core.table import Row, number
+from moexp.tables.core import plot
+from moexp.tables.core.plot import Look, Plot
+from moexp.tables.core.table import Row, grouped, number
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 LEAST = 3  # values of a grid that make a curve
@@ -53,18 +39,18 @@ AXES = (
 )
 
 LOOKS = (
-    Look(BLUE, "o", "-"),
-    Look(ORANGE, "s", "--"),
-    Look(GREEN, "^", "-."),
-    Look(PURPLE, "D", ":"),
-    Look(SKY, "v", (0, (6, 1, 1, 1, 1, 1))),
-    Look(GREY, "x", (0, (3, 1))),
+    Look(plot.BLUE, "o", "-"),
+    Look(plot.ORANGE, "s", "--"),
+    Look(plot.GREEN, "^", "-."),
+    Look(plot.PURPLE, "D", ":"),
+    Look(plot.SKY, "v", (0, (6, 1, 1, 1, 1, 1))),
+    Look(plot.GREY, "x", (0, (3, 1))),
 )
 
 SETTING = ["max_draft", "policy", "tau", "budget", "prefetch", "prefetch_top"]
 MACHINE = ["platform", "model", "cache", "capacity", "bandwidth_gb_s"]
-FOUND = ["ar_tokens_per_s", "tokens_per_s", "speedup", "alpha", "hit", "prefetch_waste", "bytes_per_token"]
-COLUMNS = ["series", *MACHINE, *SETTING, *FOUND, "pays_from", "pays_to", "tag"]
+RESULT = ["tokens_per_s", "speedup", "alpha", "hit", "prefetch_waste", "bytes_per_token"]
+COLUMNS = ["series", *MACHINE, *SETTING, "ar_tokens_per_s", *RESULT, "pays_from", "pays_to", "tag"]
 
 
 def draw_sweep(table: Path, sources: Sequence[str] = ()) -> list[Path]:
@@ -81,63 +67,60 @@ def draw_sweep(table: Path, sources: Sequence[str] = ()) -> list[Path]:
     files = []
     for axis in axes:
         name = f"sweep_{table.stem}" if len(axes) == 1 else f"sweep_{table.stem}_{axis.name}"
-        files += write_plot(table.parent, plot_of(rows, axis, name, sources))
+        files += plot.write_plot(table.parent, _plot(rows, axis, name, sources))
     return files
 
 
-def plot_of(rows: Sequence[Row], axis: Axis, name: str, sources: Sequence[str] = ()) -> Plot:
-    """The best of the rows' settings along an axis, a series for each cache or, with one cache, each way to truncate
-    and prefetch.
-    """
-    shown = best_rows(rows, axis.column)
-    first = shown[0]
-    title = f"{axis.title} ({first['model']} on {first['platform']}, simulated)"
-    settings = f"Each point is the best of {_settings(rows)} settings there, over AR on the same machine."
-    routing = f"Routing: {rows[0]['source']}, drafter {_drafter(rows)}; nothing here was measured."
-
-    def draw(figure: Figure, rows: list[Row]) -> None:
-        _draw(figure, rows, axis)
-
-    return Plot(name, title, COLUMNS, shown, draw, 3.6, [settings, routing, *sources])
+def _plot(rows: Sequence[Row], axis: Axis, name: str, sources: Sequence[str]) -> Plot:
+    """The best of the rows' settings along an axis, by series."""
+    best = best_rows(rows, axis.column)
+    title = f"{axis.title} ({best[0]['model']} on {best[0]['platform']}, simulated)"
+    count = len({tuple(row[name] for name in SETTING) for row in rows if row["method"] != "ar"})
+    drafters = ", ".join(sorted({str(row["drafter"]) for row in rows if row["drafter"]}))
+    settings = f"Each point is the best of {count} settings there, over AR on the same machine."
+    routing = f"Routing: {rows[0]['source']}, drafter {drafters}; nothing here was measured."
+    return Plot(name, title, COLUMNS, best, partial(_draw, axis=axis), 3.6, [settings, routing, *sources])
 
 
 def best_rows(rows: Sequence[Row], column: str) -> list[Row]:
-    """For each series and value of `column` the fastest setting, and from where to where the series is above AR."""
-    plain = {_machine(row): row for row in rows if row["method"] == "ar"}
+    """For each series and value of `column` the fastest setting, and from where to where the series is above AR.
+
+    A series is a cache or, with one cache, a way to truncate and prefetch.
+    """
+    ar = {_machine(row): row["tokens_per_s"] for row in rows if row["method"] == "ar"}
     by_cache = len({row["cache"] for row in rows}) > 1
-    best: dict[tuple[str, float], Row] = {}
+    best: dict[str, dict[float, Row]] = {}
     for row in rows:
-        if row["method"] == "ar" or row[column] is None or row["tokens_per_s"] is None:
-            continue
-        place = (str(row["cache"]) if by_cache else _way(row), number(row[column]))
-        if place not in best or number(row["tokens_per_s"]) > number(best[place]["tokens_per_s"]):
-            best[place] = row
-    found: list[Row] = []
-    for series in dict.fromkeys(name for name, _ in best):
-        mine = [best[place] for place in sorted(best) if place[0] == series]
-        pays_from, pays_to = paying([(number(row[column]), number(row["speedup"])) for row in mine])
-        for row in mine:
-            kept = {name: row[name] for name in (*MACHINE, *SETTING, *FOUND[1:], "tag")}
-            rate = plain[_machine(row)]["tokens_per_s"]
-            paid = {"pays_from": pays_from, "pays_to": pays_to}
-            found.append({"series": series, **kept, "ar_tokens_per_s": rate, **paid})
-    return found
+        if row["method"] != "ar" and row[column] is not None and row["tokens_per_s"] is not None:
+            series = best.setdefault(str(row["cache"]) if by_cache else _way(row), {})
+            fastest = series.setdefault(number(row[column]), row)
+            if number(row["tokens_per_s"]) > number(fastest["tokens_per_s"]):
+                series[number(row[column])] = row
+    result: list[Row] = []
+    for name, series in best.items():
+        points = sorted(series.items())
+        pays_from, pays_to = paying([(x, number(row["speedup"])) for x, row in points])
+        for _, row in points:
+            cells = {column: row[column] for column in (*MACHINE, *SETTING, *RESULT, "tag")}
+            pays = {"pays_from": pays_from, "pays_to": pays_to}
+            result.append({"series": name, **cells, "ar_tokens_per_s": ar[_machine(row)], **pays})
+    return result
 
 
 def paying(points: Sequence[tuple[float, float]]) -> tuple[float | None, float | None]:
     """Where a speedup crosses 1, upwards for the first time and downwards for the last: None where it does not within
-    the points. Between two points it is taken as straight over the logarithm of the place.
+    the points. Between two points it counts as straight over the logarithm of x.
 
     Args:
-        points: (place, speedup), by place.
+        points: (x, speedup), by x.
     """
     crossings = [
-        (above > 1, math.exp(math.log(here) + (1 - below) / (above - below) * math.log(there / here)))
-        for (here, below), (there, above) in zip(points, points[1:], strict=False)
+        (above > 1, math.exp(math.log(left) + (1 - below) / (above - below) * math.log(right / left)))
+        for (left, below), (right, above) in zip(points, points[1:], strict=False)
         if (below > 1) != (above > 1)
     ]
-    up = [place for rises, place in crossings if rises]
-    down = [place for rises, place in crossings if not rises]
+    up = [x for rises, x in crossings if rises]
+    down = [x for rises, x in crossings if not rises]
     return (up[0] if up else None), (down[-1] if down else None)
 
 
@@ -150,42 +133,27 @@ def _machine(row: Row) -> tuple[object, ...]:
     return tuple(row[name] for name in MACHINE)
 
 
-def _settings(rows: Iterable[Row]) -> int:
-    return len({tuple(row[name] for name in SETTING) for row in rows if row["method"] != "ar"})
-
-
-def _drafter(rows: Iterable[Row]) -> str:
-    return ", ".join(sorted({str(row["drafter"]) for row in rows if row["drafter"]}))
-
-
 def _draw(figure: Figure, rows: list[Row], axis: Axis) -> None:
     left, right = figure.subplots(1, 2)
-    for series, look in zip(dict.fromkeys(str(row["series"]) for row in rows), LOOKS, strict=False):
-        mine = [row for row in rows if row["series"] == series]
-        places = [number(row[axis.column]) for row in mine]
-        draw_series(left, places, mine, "speedup", look, series)
-        draw_series(right, places, mine, "tokens_per_s", look, series)
-    _draw_ar(right, rows, axis)
-    left.axhline(1.0, color=BLACK, linewidth=1.0)
+    for (series, points), look in zip(grouped(rows, "series").items(), LOOKS, strict=False):
+        xs = [number(row[axis.column]) for row in points]
+        plot.draw_series(left, xs, points, "speedup", look, series)
+        plot.draw_series(right, xs, points, "tokens_per_s", look, series)
+    for of_cache in grouped(rows, "cache").values():  # AR of each cache, once
+        ar = sorted({(number(row[axis.column]), number(row["ar_tokens_per_s"])) for row in of_cache})
+        right.plot(*zip(*ar, strict=True), color=plot.BLACK, linewidth=0.7, alpha=0.7)
+    left.axhline(1.0, color=plot.BLACK, linewidth=1.0)
     low, high = left.get_ylim()
-    left.axhspan(min(low, 0.9), 1.0, color=LIGHT, alpha=0.5, linewidth=0)
+    left.axhspan(min(low, 0.9), 1.0, color=plot.LIGHT, alpha=0.5, linewidth=0)
     left.set_ylim(min(low, 0.9), high)
     left.set_title("(a) speedup over AR (grey: AR is faster)")
     right.set_title("(b) tokens/s (thin: AR)")
     right.set_yscale("log")
-    plain_log(right.yaxis)
+    plot.plain_log(right.yaxis)
     for axes in (left, right):
         if axis.column == "bandwidth_gb_s":
             axes.set_xscale("log")
-            plain_log(axes.xaxis)
+            plot.plain_log(axes.xaxis)
         axes.set_xlabel(axis.label)
         axes.grid()
-    legend_beside(right)
-
-
-def _draw_ar(axes: Axes, rows: Sequence[Row], axis: Axis) -> None:
-    """AR of each cache, once."""
-    for cache in dict.fromkeys(row["cache"] for row in rows):
-        mine = [row for row in rows if row["cache"] == cache]
-        points = sorted({(number(row[axis.column]), number(row["ar_tokens_per_s"])) for row in mine})
-        axes.plot(*zip(*points, strict=True), color=BLACK, linewidth=0.7, alpha=0.7)
+    plot.legend_beside(right)
