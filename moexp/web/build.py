@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from moexp.base import atomic
+from moexp.base.errors import MoexpError
+from moexp.config.locations import run_folder
 from moexp.config.recipe import Recipe
-from moexp.web.contents import REPORT_HTML, REPORT_MD
-from moexp.web.markdown import report_markdown
-from moexp.web.page import report_html
+from moexp.tables.write import rebuild
+from moexp.web.pages import render_reports
 from moexp.web.report import make_report
-from moexp.web.sources import find_runs, rebuild_tables
+from moexp.web.sources import find_runs
 
 
 def rebuild_report(
@@ -25,9 +26,13 @@ def rebuild_report(
     Raises:
         MoexpError: an unknown paper, nothing has been measured yet, or records that do not add up.
     """
-    return rebuild_tables(recipe, paper, out=out, results=results) + write_reports(
-        recipe, {**find_runs(recipe), **find_runs(recipe, paper, out)}, results
-    )
+    runs = find_runs(recipe, paper, out)
+    if paper is None and not runs:
+        folder = run_folder(recipe) if out is None else out
+        raise MoexpError("nothing is measured", where=str(folder), valid=f"run: moexp bench --recipe {recipe.name}")
+    papers = list(runs) if paper is None else [paper]
+    files = [file for name in papers for file in rebuild(recipe, name, out=out, results=results)]
+    return files + write_reports(recipe, {**find_runs(recipe), **runs}, results)
 
 
 def write_reports(recipe: Recipe, runs: dict[str, Path], results: Path) -> list[Path]:
@@ -37,8 +42,7 @@ def write_reports(recipe: Recipe, runs: dict[str, Path], results: Path) -> list[
         runs: the run folder of each paper whose requests are to be shown.
     """
     folder = results / recipe.name
-    report = make_report(recipe, runs, folder)
-    texts = {REPORT_MD: report_markdown(report), REPORT_HTML: report_html(report, folder)}
+    texts = render_reports(make_report(recipe, runs, folder), folder)
     for name, text in texts.items():
         atomic.write_text(folder / name, text)
     return [folder / name for name in texts]

@@ -76,28 +76,24 @@ def read_sections(folder: Path) -> list[Section]:
         MoexpError: a file that cannot be read as text.
     """
     files = list_files(folder)
-    places = dict.fromkeys(file.split("/")[0] for file in files if "/" in file)
-    papers = [place for place in PAPERS if place in places]
-    others = [place for place in places if place not in papers]
-    loose = [Path(file).stem for file in files if "/" not in file and file.endswith((".md", ".png"))]
-    known = [name for name in TITLES if name in loose]
+    folders = dict.fromkeys(file.split("/")[0] for file in files if "/" in file)
     order = list(TITLES)
-    singles = sorted(set(loose), key=lambda name: (order.index(name) if name in known else len(order), name))
-    first = [name for name in singles if name == order[0]]
+    loose = {Path(file).stem for file in files if "/" not in file and file.endswith((".md", ".png"))}
+    singles = sorted(loose, key=lambda name: (order.index(name) if name in order else len(order), name))
+    first = singles[:1] if singles[:1] == order[:1] else []
     sections = [_single(folder, files, name) for name in first]
-    for place in papers + others:
-        mine = [file for file in files if file.startswith(f"{place}/")]
-        title = PAPER_NAMES[place] if place in papers else _words(place)
-        sections.append(Section(title, _documents(folder, mine), _pictures(folder, mine)))
+    for name in sorted(folders, key=lambda name: PAPERS.index(name) if name in PAPERS else len(PAPERS)):
+        title = PAPER_NAMES.get(name) or _words(name)
+        sections.append(_section(folder, title, [file for file in files if file.startswith(f"{name}/")]))
     sections += [_single(folder, files, name) for name in singles if name not in first]
     return [section for section in sections if section.documents or section.pictures]
 
 
 def list_files(folder: Path) -> list[str]:
     """All files of a results folder but the reports themselves, relative to it, numbers in names by their value."""
-    found = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-    kept = [name for name in found if name not in (REPORT_MD, REPORT_HTML) and "/." not in f"/{name}"]
-    return sorted(kept, key=_by_number)
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    shown = [name for name in names if name not in (REPORT_MD, REPORT_HTML) and "/." not in f"/{name}"]
+    return sorted(shown, key=_by_number)
 
 
 def anchor_of(text: str) -> str:
@@ -106,33 +102,30 @@ def anchor_of(text: str) -> str:
 
 
 def _single(folder: Path, files: list[str], name: str) -> Section:
-    mine = [file for file in files if "/" not in file and Path(file).stem == name]
-    return Section(TITLES.get(name, _words(name)), _documents(folder, mine), _pictures(folder, mine))
+    """The section of one document beside the folders."""
+    own = [file for file in files if "/" not in file and Path(file).stem == name]
+    return _section(folder, TITLES.get(name, _words(name)), own)
 
 
-def _documents(folder: Path, files: list[str]) -> list[Document]:
-    found = []
-    for file in files:
-        if file.endswith(".md"):
-            try:
-                text = (folder / file).read_text(encoding="utf-8")
-            except (OSError, ValueError) as error:
-                raise MoexpError(f"not readable as text: {error}", where=str(folder / file)) from error
-            heading = re.match(r"\s*# +(.+)\n", text)
-            title = heading[1].strip() if heading else _words(Path(file).stem)
-            body = text[heading.end() :] if heading else text
-            found.append(Document(title, body.strip(), _beside(file, files)))
-    return found
+def _section(folder: Path, title: str, files: list[str]) -> Section:
+    documents = [_document(folder, file, files) for file in files if file.endswith(".md")]
+    return Section(title, documents, [_picture(folder, file, files) for file in files if file.endswith(".png")])
 
 
-def _pictures(folder: Path, files: list[str]) -> list[Picture]:
-    found = []
-    for file in files:
-        if file.endswith(".png"):
-            rows = read_rows((folder / file).with_suffix(".csv"))
-            tags = sorted({row["tag"] for row in rows if row.get("tag")})
-            found.append(Picture(_words(Path(file).stem), file, tags, _beside(file, files)))
-    return found
+def _document(folder: Path, file: str, files: list[str]) -> Document:
+    try:
+        text = (folder / file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise MoexpError(f"not readable as text: {error}", where=str(folder / file)) from error
+    heading = re.match(r"\s*# +(.+)\n", text)
+    title = heading[1].strip() if heading else _words(Path(file).stem)
+    return Document(title, text[heading.end() if heading else 0 :].strip(), _beside(file, files))
+
+
+def _picture(folder: Path, file: str, files: list[str]) -> Picture:
+    rows = read_rows((folder / file).with_suffix(".csv"))
+    tags = sorted({row["tag"] for row in rows if row.get("tag")})
+    return Picture(_words(Path(file).stem), file, tags, _beside(file, files))
 
 
 def _beside(file: str, files: list[str]) -> list[str]:

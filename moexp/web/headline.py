@@ -26,8 +26,6 @@ DRAFT_CLAIMS = (
     ("prefetch hit", 4, "prefetch_hit", {"policy": "confidence-expansion+prefetch"}, 2),
 )
 
-ECO_COLUMNS = ("speedup", "speedup", "alpha", "alpha", "E", "E")
-
 
 def headline(folder: Path) -> list[View]:
     """One view a paper, of those tables that are there."""
@@ -53,11 +51,11 @@ def _draftexpert(folder: Path) -> View | None:
     platforms = {row["platform"]: row["tag"] for row in tables[2] if row["tag"] != PAPER}
     lines = []
     for name, number, column, keys, digits in DRAFT_CLAIMS:
-        rows = [row for row in tables[number] if row.get(column) and all(row.get(key) == keys[key] for key in keys)]
-        ours = {row["platform"]: _value(row, column, digits) for row in rows if row["tag"] != PAPER}
-        theirs = _span([row[column] for row in rows if row["tag"] == PAPER], digits)
-        if any(platform in ours for platform in platforms):
-            lines.append([name, *(ours.get(platform, "-") for platform in platforms), theirs])
+        rows = [row for row in tables[number] if row.get(column) and keys.items() <= row.items()]
+        measured = {row["platform"]: _value(row, column, digits) for row in rows if row["tag"] != PAPER}
+        paper = _span([row[column] for row in rows if row["tag"] == PAPER], digits)
+        if measured.keys() & platforms.keys():
+            lines.append([name, *(measured.get(platform, "-") for platform in platforms), paper])
     columns = [f"{platform} ({tag})" for platform, tag in platforms.items()]
     return View("DraftExpert", ["", *columns, "paper, its targets and platforms"], lines) if lines else None
 
@@ -69,28 +67,24 @@ def _ecospec(folder: Path) -> View | None:
         for row in read_rows(folder / "ecospec" / "table_1.csv")
         if row.get("temperature") == "0" and row.get("workload", "").lower() == "average"
     ]
-    shown = []
-    for plain, chosen in [*_ours(rows), *_theirs(rows)]:
-        pairs = [_value(row, name, 2) for name, row in zip(ECO_COLUMNS, (plain, chosen) * 3, strict=True)]
-        where = chosen["platform"] or chosen["model"]
-        shown.append([plain["method"], where, *pairs, plain["tag"]])
+    lines = []
+    for plain, chosen in _pairs(rows):
+        values = [_value(row, name, 2) for name in ("speedup", "alpha", "E") for row in (plain, chosen)]
+        lines.append([plain["method"], chosen["platform"] or chosen["model"], *values, plain["tag"]])
     names = ["speedup", "+ EcoSpec", "alpha", "+ EcoSpec", "E", "+ EcoSpec"]
     title = "EcoSpec, T = 0: trees selected by confidence, and by marginal cost (+ EcoSpec)"
-    return View(title, ["drafter", "where", *names, "tag"], shown) if any(r["tag"] != PAPER for r in rows) else None
+    return View(title, ["drafter", "where", *names, "tag"], lines) if any(r["tag"] != PAPER for r in rows) else None
 
 
-def _ours(rows: Rows) -> Iterable[tuple[dict[str, str], dict[str, str]]]:
-    by_name = {(row["platform"], row["method"]): row for row in rows if row["tag"] != PAPER}
-    for (platform, method), row in by_name.items():
-        chosen = by_name.get((platform, f"{method} + EcoSpec"))
-        if chosen is not None:
-            yield row, chosen
-
-
-def _theirs(rows: Rows) -> Iterable[tuple[dict[str, str], dict[str, str]]]:
-    theirs = [row for row in rows if row["tag"] == PAPER]
-    chosen = {row["model"]: row for row in theirs if row["method"] == "EcoSpec"}
-    for row in theirs:
+def _pairs(rows: Rows) -> Iterable[tuple[dict[str, str], dict[str, str]]]:
+    """Averages by confidence and by marginal cost: ours of one platform and drafter, then the paper's of one target."""
+    ours = {(row["platform"], row["method"]): row for row in rows if row["tag"] != PAPER}
+    for (platform, method), row in ours.items():
+        if (platform, f"{method} + EcoSpec") in ours:
+            yield row, ours[platform, f"{method} + EcoSpec"]
+    paper = [row for row in rows if row["tag"] == PAPER]
+    chosen = {row["model"]: row for row in paper if row["method"] == "EcoSpec"}
+    for row in paper:
         if row["method"] != "EcoSpec" and row["model"] in chosen:
             yield row, chosen[row["model"]]
 
@@ -105,8 +99,8 @@ def _value(row: dict[str, str], column: str, digits: int) -> str:
 
 def _span(values: Iterable[str], digits: int) -> str:
     """The lowest and the highest of the paper's values."""
-    found = sorted({float(value) for value in values})
-    if not found:
+    numbers = sorted({float(value) for value in values})
+    if not numbers:
         return "-"
-    ends = [f"{value:.{digits}f}" for value in (found[0], found[-1])]
+    ends = [f"{value:.{digits}f}" for value in (numbers[0], numbers[-1])]
     return " to ".join(dict.fromkeys(ends))

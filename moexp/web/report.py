@@ -41,10 +41,10 @@ class Report:
 
 def make_report(recipe: Recipe, runs: dict[str, Path], folder: Path) -> Report:
     """Reads the results folder and the run folders."""
-    sources = [source for paper, place in runs.items() for source in load_sources(paper, place)]
+    sources = [source for paper, run in runs.items() for source in load_sources(paper, run)]
     target: dict[str, Any] = {}
-    for paper, place in runs.items():
-        target = {**(read_json(place / MARKS[paper]) or {}), **target}
+    for paper, run in runs.items():
+        target = {**(read_json(run / MARKS[paper]) or {}), **target}
     return Report(
         name=recipe.name,
         facts=facts(recipe, sources, target),

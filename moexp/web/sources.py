@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moexp.base.errors import MoexpError
 from moexp.config.locations import run_folder
 from moexp.config.recipe import Recipe
 from moexp.papers import PAPERS, load_paper
 from moexp.tables.core.run import Measured
 from moexp.tables.draftexpert import data as draftexpert_data
 from moexp.tables.ecospec import data as ecospec_data
-from moexp.tables.write import rebuild
 
 PAPER_NAMES = {"draftexpert": "DraftExpert", "ecospec": "EcoSpec"}
 
@@ -69,48 +67,30 @@ def find_runs(recipe: Recipe, paper: str | None = None, out: Path | None = None)
     """
     if paper is not None:
         load_paper(paper)
-    found = {}
+    runs = {}
     for name in PAPERS if paper is None else (paper,):
         folder = run_folder(recipe, out, name)
         if (folder / "recipe.yaml").exists() and (out is None or paper is not None or (folder / MARKS[name]).exists()):
-            found[name] = folder
-    return found
-
-
-def rebuild_tables(
-    recipe: Recipe, paper: str | None = None, *, out: Path | None = None, results: Path = Path("results")
-) -> list[Path]:
-    """The tables and figures of every paper that has been measured, or of `paper` alone; returns their files.
-
-    Raises:
-        MoexpError: an unknown paper, or nothing has been measured yet.
-    """
-    if paper is not None:
-        return rebuild(recipe, paper, out=out, results=results)
-    papers = find_runs(recipe, out=out)
-    if not papers:
-        folder = run_folder(recipe) if out is None else out
-        raise MoexpError("nothing is measured", where=str(folder), valid=f"run: moexp bench --recipe {recipe.name}")
-    return [file for name in papers for file in rebuild(recipe, name, out=out, results=results)]
+            runs[name] = folder
+    return runs
 
 
 def _draftexpert(folder: Path) -> Iterable[Source]:
     run = draftexpert_data.load_run(folder)
-    for found in (*run.platforms, run.resident, run.ablation):
-        if found is not None:
-            yield Source("draftexpert", found.name, "", found)
+    for measured in (*run.platforms, run.resident, run.ablation):
+        if measured is not None:
+            yield Source("draftexpert", measured.name, "", measured)
 
 
 def _ecospec(folder: Path) -> Iterable[Source]:
     for run in ecospec_data.load_eco_runs(folder):
-        main = run.by_temperature
-        for temperature, found in main.items():
-            yield Source("ecospec", run.platform, f"T = {temperature:g}", found)
-        for gamma, found in sorted(run.by_gamma.items()):
-            if found is not main.get(0.0):  # the main run's own gamma
-                yield Source("ecospec", run.platform, f"gamma = {gamma}", found)
-        for size, found in sorted(run.by_batch.items()):
-            yield Source("ecospec", run.platform, f"batch = {size}", found)
+        parts = [(f"T = {temperature:g}", measured) for temperature, measured in run.by_temperature.items()]
+        # The main run stands among those with other budgets once more.
+        swept = [one for one in sorted(run.by_gamma.items()) if one[1] is not run.greedy]
+        parts += [(f"gamma = {gamma}", measured) for gamma, measured in swept]
+        parts += [(f"batch = {size}", measured) for size, measured in sorted(run.by_batch.items())]
+        for name, measured in parts:
+            yield Source("ecospec", run.platform, name, measured)
 
 
 _LOADERS: dict[str, Callable[[Path], Iterable[Source]]] = {"draftexpert": _draftexpert, "ecospec": _ecospec}

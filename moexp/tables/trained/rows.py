@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from moexp.tables.core.table import Row, View
@@ -14,22 +14,22 @@ Quality = Mapping[str, Mapping[str, Any]]
 
 def quality_view(quality: Quality, *, short: bool = False) -> View:
     """Held-out quality of the target by stage, beside the dense model's; `short` has fewer digits and shorter names."""
-    stages = list(quality)
-    last, digits = quality[stages[-1]], 2 if short else 3
+    stages, digits = list(quality.values()), 2 if short else 3
 
-    def row(name: str, value: Callable[[Mapping[str, Any]], float], places: int = digits) -> list[str]:
-        return [name, "", *(f"{value(quality[stage]):.{places}f}" for stage in stages)]
+    def row(name: str, values: Iterable[float], places: int = digits) -> list[str]:
+        return [name, "", *(f"{value:.{places}f}" for value in values)]
 
-    rows = [row(f"nats a token, {routed}", lambda stage: stage["nats"][routed]) for routed in last["nats"]]
-    rows[0][1] = f"{last['dense_nats']:.{digits}f}"
+    rows = [row(f"nats a token, {name}", (stage["nats"][name] for stage in stages)) for name in stages[-1]["nats"]]
+    rows[0][1] = f"{stages[-1]['dense_nats']:.{digits}f}"
     rows += [
-        row("KL from dense (nats)" if short else "KL from the dense model (nats)", lambda stage: stage["kl"]),
-        row("agreement with dense" if short else "agreement with it", lambda stage: stage["agreement"]),
-        row("dead experts", lambda stage: sum(stage["dead_experts"]), 0),
-        row("busiest expert's load / mean", lambda stage: stage["max_load"], digits - 1),
+        row("KL from dense (nats)" if short else "KL from the dense model (nats)", (stage["kl"] for stage in stages)),
+        row("agreement with dense" if short else "agreement with it", (stage["agreement"] for stage in stages)),
+        row("dead experts", (sum(stage["dead_experts"]) for stage in stages), 0),
+        row("busiest expert's load / mean", (stage["max_load"] for stage in stages), digits - 1),
     ]
-    tokens = last["tokens"] if short else f"{last['tokens']:,}"
-    return View(f"on {tokens} held-out tokens (measured)", ["", "dense", *stages], rows)
+    tokens = stages[-1]["tokens"]
+    shown = str(tokens) if short else f"{tokens:,}"
+    return View(f"on {shown} held-out tokens (measured)", ["", "dense", *quality], rows)
 
 
 def draft_rows(metrics_by_drafter: Mapping[str, Mapping[str, Any]]) -> list[Row]:
