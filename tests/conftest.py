@@ -35,12 +35,12 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
     built: dict[str, Path] = {}
 
     def build(**options: object) -> Path:
-        from moexp.target.tiny import build_tiny_target
+        from moexp.target.tiny import TinyTarget, build_tiny_target
 
         name = "-".join(["tiny", *(f"{key}={options[key]}" for key in sorted(options))])
         if name not in built:
             folder = tmp_path_factory.mktemp(name, numbered=False)
-            built[name] = build_tiny_target(folder, **options)  # type: ignore[arg-type]
+            built[name] = build_tiny_target(folder, TinyTarget(**options))  # type: ignore[arg-type]
         return built[name]
 
     return build

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from moexp.target.tiny import build_tiny_target
+from moexp.target.tiny import TinyTarget, build_tiny_target
 
 STORES = ("resident", "host", "disk")
 FP8_BLOCK = 128
@@ -31,7 +31,7 @@ class Case:
     Attributes:
         models: checkpoints on the hub that are so.
         expert: name of one of an expert's tensors, as the hub has it.
-        options: of `build_tiny_target`.
+        options: of `TinyTarget`.
     """
 
     family: str
@@ -91,9 +91,8 @@ CASES: tuple[Case, ...] = (
 def write_case(folder: Path, case: Case) -> tuple[Path, Path]:
     """(checkpoint in the hub's format, the same in plain numbers for transformers)."""
     dtype = DTYPES.get(case.precision, torch.bfloat16)
-    plain = build_tiny_target(
-        folder / "plain", model_type=case.family, dtype=dtype, max_shard_size="150KB", **case.options
-    )
+    tiny = TinyTarget(model_type=case.family, dtype=dtype, max_shard_size="150KB", **case.options)
+    plain = build_tiny_target(folder / "plain", tiny)
     if not case.quantised:
         return plain, plain
     published = Path(shutil.copytree(plain, folder / "published"))

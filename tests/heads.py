@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from moexp.target.heads.draft_vocab import DraftVocab
 from moexp.target.heads.eagle_head import EagleConfig, EagleHead, new_eagle_head
 from moexp.target.spec import MoESpec
-from moexp.target.tiny import build_tiny_target
+from moexp.target.tiny import TinyTarget, build_tiny_target
 
 H, V, D, HEADS, KV, W, FFN = 32, 100, 24, 4, 2, 8, 48
 DRAFTED = [0, 2, 3, 5, 8, 13, 21, 34, 40, 41, 42, 43, 50, 55, 60, 61, 62, 70, 71, 80, 81, 90, 98, 99]
@@ -120,7 +120,7 @@ def deepseek_with_mtp(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     """A tiny DeepSeek-V3 checkpoint in several shards; one more holds an MTP layer whose decoder layer has the weights
     of the target's last one."""
     geometry = {"hidden": 32, "layers": 2, "experts": 4, "top_k": 2, "shared": 1, "expert_width": 16}
-    build_tiny_target(folder, model_type="deepseek_v3", max_shard_size="60KB", **(geometry | changes))
+    build_tiny_target(folder, TinyTarget(model_type="deepseek_v3", max_shard_size="60KB", **(geometry | changes)))
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     placed = index["weight_map"]
     layers, hidden = 2, 32

@@ -23,7 +23,7 @@ from moexp.learn.target.repair import RepairSettings, moe_layers, prepare, repai
 from moexp.learn.target.routing import LoadBalancer, RoutingLocality, new_share
 from moexp.target.carve import Geometry, calibrate, carve
 from moexp.target.load import load_target
-from moexp.target.tiny import build_tiny_target
+from moexp.target.tiny import TinyTarget, build_tiny_target
 from tests.tiny_models import dense_folder, dense_model, random_rows
 
 pytestmark = pytest.mark.e2e
@@ -227,8 +227,8 @@ def test_a_tiny_target_is_whole_or_not_there_and_follows_its_recipe(tmp_path: Pa
         "tiny", ["target.tiny.model_type=deepseek_v3", "target.tiny.first_dense=2", "target.pad_expert_width=40"]
     )
 
-    def torn(into: Path, **options: Any) -> Path:
-        build_tiny_target(into, **options)
+    def torn(into: Path, tiny: TinyTarget) -> Path:
+        build_tiny_target(into, tiny)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

@@ -63,9 +63,9 @@ def test_partial_rotary_and_normalised_queries_are_transformers_own(tmp_path):
     """GLM-4.5's own geometry: half of each head rotates, queries and keys are normalised, projections have a bias."""
     from transformers import AutoConfig
 
-    from moexp.target.tiny import build_tiny_target
+    from moexp.target.tiny import TinyTarget, build_tiny_target
 
-    folder = build_tiny_target(tmp_path)
+    folder = build_tiny_target(tmp_path, TinyTarget())
     config = AutoConfig.from_pretrained(folder)
     config.use_qk_norm, config.attention_bias = True, True
     config.rope_parameters["partial_rotary_factor"] = 0.5

@@ -14,7 +14,7 @@ import torch
 
 from moexp.runtime.store.pack_writer import pack_checkpoint
 from moexp.target.shards import read_header
-from moexp.target.tiny import build_tiny_target
+from moexp.target.tiny import TinyTarget, build_tiny_target
 
 CAP_MIB = 384
 WIDTH = 18_432  # of an expert in bf16: 6.75 MiB, and 128 of them
@@ -88,7 +88,7 @@ def folder(tmp_path_factory) -> Path:
     """A target with 864 MiB of experts."""
     place = tmp_path_factory.mktemp("memory") / "target"
     # Shards are mapped one at a time, and a mapping counts against the cap.
-    build_tiny_target(place, layers=3, experts=64, dtype=torch.bfloat16, max_shard_size="200KB")
+    build_tiny_target(place, TinyTarget(layers=3, experts=64, dtype=torch.bfloat16, max_shard_size="200KB"))
     widen(place, WIDTH)
     return place
 

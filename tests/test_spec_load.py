@@ -17,7 +17,7 @@ from moexp.base.errors import MoexpError
 from moexp.target.families import FAMILIES
 from moexp.target.load import checkpoint_fingerprint, load_target
 from moexp.target.spec import MoESpec
-from moexp.target.tiny import build_tiny_target, byte_tokenizer
+from moexp.target.tiny import TinyTarget, build_tiny_target, byte_tokenizer
 
 EVERY_FAMILY = sorted(FAMILIES)
 
@@ -83,7 +83,7 @@ def test_dtype_is_the_checkpoints_unless_told_otherwise(tiny_folder):
 
 
 def test_tied_embeddings_are_tied(tmp_path):
-    folder = build_tiny_target(tmp_path)
+    folder = build_tiny_target(tmp_path, TinyTarget())
     tensors = load_file(folder / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, folder / "model.safetensors")
@@ -157,14 +157,14 @@ def test_fingerprint_sees_other_weights(tiny_folder):
 
 
 def test_tiny_target_is_reproducible(tiny_folder, tmp_path):
-    assert checkpoint_fingerprint(build_tiny_target(tmp_path)) == checkpoint_fingerprint(tiny_folder())
+    assert checkpoint_fingerprint(build_tiny_target(tmp_path, TinyTarget())) == checkpoint_fingerprint(tiny_folder())
 
 
 def test_tiny_target_leaves_torchs_random_state_alone(tmp_path):
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    build_tiny_target(tmp_path)
+    build_tiny_target(tmp_path, TinyTarget())
     assert torch.equal(torch.rand(1), expected)
 
 

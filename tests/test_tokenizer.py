@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moexp.base.errors import MoexpError
 from moexp.target.load import load_target
-from moexp.target.tiny import build_tiny_target, byte_tokenizer
+from moexp.target.tiny import TinyTarget, build_tiny_target, byte_tokenizer
 from moexp.target.tokenizer import KIMI_PATTERN, KIMI_RESERVED, load_tokenizer, read_ranks
 from tests.family_files import edit_config
 
@@ -148,7 +148,9 @@ def test_a_chat_is_one_token_a_mark(tokenizer):
 
 
 def test_moonlight_loads_without_its_code(tmp_path):
-    folder = build_tiny_target(tmp_path / "moonlight", model_type="deepseek_v3", vocab=len(RANKS) + KIMI_RESERVED)
+    folder = build_tiny_target(
+        tmp_path / "moonlight", TinyTarget(model_type="deepseek_v3", vocab=len(RANKS) + KIMI_RESERVED)
+    )
     for file in folder.glob("tokenizer*"):
         file.unlink()
     write_tokenizer(folder)

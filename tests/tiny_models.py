@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from moexp.target.tiny import build_tiny_target, byte_tokenizer
+from moexp.target.tiny import TinyTarget, build_tiny_target, byte_tokenizer
 
 
 def dense_model(*, seed: int = 0, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
@@ -44,7 +44,7 @@ def dense_folder(folder: Path) -> Path:
 def tiny_folder(folder: Path, **changes: Any) -> Path:
     """A random MoE target of three layers, two of them with experts."""
     geometry = {"hidden": 32, "layers": 3, "experts": 8, "top_k": 3, "shared": 1, "expert_width": 16}
-    return build_tiny_target(folder, **(geometry | changes))
+    return build_tiny_target(folder, TinyTarget(**(geometry | changes)))
 
 
 def whole_model(folder: Path) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from moexp.base.errors import MoexpError
 
 SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|im_start|>", "<|im_end|>")
+LOGIT_GAIN = 4.0  # standard deviation of the logits: the larger, the surer is the draft of its tokens
 NEVER_IN_UTF8 = (0xC0, 0xC1, *range(0xF5, 0x100))
 
 CHAT_TEMPLATE = (
@@ -26,67 +28,107 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+GROUPS = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
+GLM = {"head_dim": 16, "use_qk_norm": False, "partial_rotary_factor": 1.0}
+LATENT = {"q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+GREEDY = {"topk_method": "greedy", "routed_scaling_factor": 4.0}
+WINDOW = {"sliding_window": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 
-def build_tiny_target(
-    folder: Path | str,
-    *,
-    seed: int = 0,
-    hidden: int = 64,
-    layers: int = 4,
-    experts: int = 16,
-    top_k: int = 4,
-    shared: int = 1,
-    expert_width: int = 32,
-    vocab: int = 256,
-    model_type: str = "glm4_moe",
-    first_dense: int = 1,
-    dtype: torch.dtype = torch.float32,
-    expert_gain: float = 0.8,
-    logit_gain: float = 4.0,
-    max_shard_size: str = "50GB",
-    changes: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write a random checkpoint with a byte-level tokenizer and a chat template.
 
-    Args:
-        folder: written to; created if need be.
-        seed: of the weights; the same arguments give the same bytes.
+@dataclass(frozen=True)
+class TinyTarget:
+    """What to build; the same values give the same bytes.
+
+    Attributes:
+        seed: of the weights.
         hidden, layers, experts, top_k, shared, expert_width, vocab: geometry. Some families have no shared expert.
         model_type: any family that moexp runs.
         first_dense: leading layers without experts (in the families that have such).
         dtype: storage type.
         expert_gain: scale of the routed experts: the larger, the less a draft path without them agrees.
-        logit_gain: standard deviation of the logits: the larger, the surer is the draft of its tokens.
         max_shard_size: as in `save_pretrained`, to get several shards.
-        changes: config values in the place of the family's own here.
+        changes: config values in place of the family's own here.
+    """
 
-    Returns:
-        The folder.
+    seed: int = 0
+    hidden: int = 64
+    layers: int = 4
+    experts: int = 16
+    top_k: int = 4
+    shared: int = 1
+    expert_width: int = 32
+    vocab: int = 256
+    model_type: str = "glm4_moe"
+    first_dense: int = 1
+    dtype: torch.dtype = torch.float32
+    expert_gain: float = 0.8
+    max_shard_size: str = "50GB"
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def geometry(self) -> dict[str, Any]:
+        """Config values of the family.
+
+        Raises:
+            MoexpError: a family that has no tiny target.
+        """
+        heads = max(2, self.hidden // 16)
+        common: dict[str, Any] = {
+            "hidden_size": self.hidden,
+            "intermediate_size": 2 * self.hidden,
+            "moe_intermediate_size": self.expert_width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads // 2,
+            "num_experts_per_tok": self.top_k,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        }
+        deepseek = {
+            "n_routed_experts": self.experts,
+            "n_shared_experts": self.shared,
+            "first_k_dense_replace": self.first_dense,
+        }
+        local = {"num_local_experts": self.experts, "intermediate_size": self.expert_width, "head_dim": 16}
+        per_family = {
+            "glm4_moe": deepseek | GROUPS | GLM,
+            "deepseek_v3": deepseek | GROUPS | LATENT | {"num_key_value_heads": heads},
+            "deepseek_v2": deepseek | LATENT | GREEDY | {"num_key_value_heads": heads},
+            "olmoe": {"num_experts": self.experts, "intermediate_size": self.expert_width, "clip_qkv": 4.0},
+            "mixtral": local,
+            "gpt_oss": local | WINDOW,
+            "qwen3_moe": {"num_experts": self.experts, "head_dim": 16, "norm_topk_prob": True},
+        }
+        if self.model_type not in per_family:
+            raise MoexpError(f"no tiny target of type {self.model_type!r}", valid=", ".join(sorted(per_family)))
+        return common | per_family[self.model_type]
+
+
+def build_tiny_target(folder: Path | str, tiny: TinyTarget) -> Path:
+    """Write a random checkpoint with a byte-level tokenizer and a chat template; gives the folder.
 
     Raises:
         MoexpError: the vocabulary has no room for all bytes that occur in UTF-8 and the special tokens.
     """
     folder = Path(folder)
-    tokenizer = byte_tokenizer(vocab)
-    geometry = _geometry(model_type, hidden, layers, experts, top_k, shared, expert_width, first_dense)
+    tokenizer = byte_tokenizer(tiny.vocab)
     config = AutoConfig.for_model(
-        model_type,
-        **(geometry | dict(changes or {})),
-        vocab_size=vocab,
+        tiny.model_type,
+        **(tiny.geometry() | dict(tiny.changes)),
+        vocab_size=tiny.vocab,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=False,
-        dtype=dtype,
+        dtype=tiny.dtype,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(tiny.seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        _randomise(model, expert_gain, logit_gain)
+        _randomise(model, tiny.expert_gain)
     for name, parameter in model.named_parameters():
         if not name.endswith("gate.weight"):  # routers stay in fp32, as transformers keeps them
-            parameter.data = parameter.data.to(dtype)
-    model.save_pretrained(folder, max_shard_size=max_shard_size)
+            parameter.data = parameter.data.to(tiny.dtype)
+    model.save_pretrained(folder, max_shard_size=tiny.max_shard_size)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -125,67 +167,7 @@ def _byte_char(byte: int) -> str:
     return chr(256 + sorted(set(range(256)) - set(printable)).index(byte))
 
 
-def _geometry(
-    model_type: str,
-    hidden: int,
-    layers: int,
-    experts: int,
-    top_k: int,
-    shared: int,
-    expert_width: int,
-    first_dense: int,
-) -> dict[str, Any]:
-    heads = max(2, hidden // 16)
-    common: dict[str, Any] = {
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "moe_intermediate_size": expert_width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 2,
-        "num_experts_per_tok": top_k,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-    }
-    routed = {"n_routed_experts": experts, "n_shared_experts": shared, "first_k_dense_replace": first_dense}
-    latent = {
-        "num_key_value_heads": heads,
-        "q_lora_rank": None,
-        "kv_lora_rank": 32,
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 16,
-        "v_head_dim": 16,
-    }
-    groups = {"n_group": 1, "topk_group": 1}
-    per_family: dict[str, dict[str, Any]] = {
-        "glm4_moe": {
-            **routed,
-            **groups,
-            "head_dim": 16,
-            "use_qk_norm": False,
-            "partial_rotary_factor": 1.0,
-            "norm_topk_prob": True,
-            "routed_scaling_factor": 1.5,
-        },
-        "deepseek_v3": {**routed, **latent, **groups, "norm_topk_prob": True, "routed_scaling_factor": 1.5},
-        "deepseek_v2": {**routed, **latent, "topk_method": "greedy", "routed_scaling_factor": 4.0},
-        "olmoe": {"num_experts": experts, "intermediate_size": expert_width, "clip_qkv": 4.0},
-        "mixtral": {"num_local_experts": experts, "intermediate_size": expert_width, "head_dim": 16},
-        "gpt_oss": {
-            "num_local_experts": experts,
-            "intermediate_size": expert_width,
-            "head_dim": 16,
-            "sliding_window": 24,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        },
-        "qwen3_moe": {"num_experts": experts, "head_dim": 16, "norm_topk_prob": True},
-    }
-    if model_type not in per_family:
-        raise MoexpError(f"no tiny target of type {model_type!r}", valid=", ".join(sorted(per_family)))
-    return common | per_family[model_type]
-
-
-def _randomise(model: nn.Module, expert_gain: float, logit_gain: float) -> None:
+def _randomise(model: nn.Module, expert_gain: float) -> None:
     """Redraw all weights: matrices keep the scale of what passes through, routed experts are scaled by the gain."""
     for name, parameter in model.named_parameters():
         if name.endswith(("sinks", "bias")):
@@ -199,7 +181,7 @@ def _randomise(model: nn.Module, expert_gain: float, logit_gain: float) -> None:
         elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             nn.init.normal_(parameter, std=math.sqrt(expert_gain / parameter.shape[-1]))
         elif name == "lm_head.weight":
-            nn.init.normal_(parameter, std=logit_gain / math.sqrt(parameter.shape[-1]))
+            nn.init.normal_(parameter, std=LOGIT_GAIN / math.sqrt(parameter.shape[-1]))
         elif name.endswith(("gate.weight", "router.weight")):
             nn.init.normal_(parameter, std=1.5 / math.sqrt(parameter.shape[-1]))
         else:

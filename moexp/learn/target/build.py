@@ -30,7 +30,7 @@ from moexp.target.carve import Geometry, calibrate, carve
 from moexp.target.delta import Rebuilt, apply_delta, coded_bases, find_delta, save_delta
 from moexp.target.pad import pad_experts
 from moexp.target.source import Dense, load_dense
-from moexp.target.tiny import build_tiny_target
+from moexp.target.tiny import TinyTarget, build_tiny_target
 
 MANIFEST = "moexp_target.json"
 DELTA = "repair.delta"  # no .safetensors: loaders must not take it for a shard
@@ -60,20 +60,20 @@ def build_target(recipe: Recipe, folder: Path, *, cache: Path, provenance: dict[
 
 def _build_tiny(section: TargetSection, folder: Path, seed: int) -> None:
     tiny = section.tiny
+    wanted = TinyTarget(
+        seed=seed,
+        hidden=tiny.hidden_size,
+        layers=tiny.num_layers,
+        experts=tiny.num_experts,
+        top_k=tiny.top_k,
+        shared=tiny.num_shared_experts,
+        expert_width=tiny.expert_width,
+        vocab=tiny.vocab_size,
+        model_type=tiny.model_type,
+        first_dense=tiny.first_dense,
+    )
     with new_folder(folder) as into:
-        build_tiny_target(
-            into,
-            seed=seed,
-            hidden=tiny.hidden_size,
-            layers=tiny.num_layers,
-            experts=tiny.num_experts,
-            top_k=tiny.top_k,
-            shared=tiny.num_shared_experts,
-            expert_width=tiny.expert_width,
-            vocab=tiny.vocab_size,
-            model_type=tiny.model_type,
-            first_dense=tiny.first_dense,
-        )
+        build_tiny_target(into, wanted)
 
 
 def _build_carved(recipe: Recipe, folder: Path, cache: Path, provenance: dict[str, Any]) -> None:
