@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from moexp.base.errors import MoexpError
 from moexp.cli import main as cli
+from moexp.cli.simulate import Simulation
 from moexp.config import locations
 from moexp.config.recipe import Recipe, load_recipe
 from moexp.data.traces import read_trace
@@ -291,16 +292,16 @@ def test_reproduce_simulates_what_was_recorded(home: Path, no_tables: list[Any],
     calls: list[Any] = []
     monkeypatch.setattr("moexp.sim.calibrate.calibrate_stage", lambda recipe, console: calls.append("calibrate"))
 
-    def simulated(recipe: object, **options: object) -> list[Path]:
-        calls.append(options)
+    def simulated(recipe: object, flags: Simulation) -> list[Path]:
+        calls.append(flags)
         return [Path("simulated.md")]
 
-    monkeypatch.setattr("moexp.cli.simulation.run_simulate", simulated)
+    monkeypatch.setattr("moexp.cli.simulate.run_simulate", simulated)
     small = ("eval.dtypes=[float32]", "eval.prompts=1", "eval.max_new_tokens=6", "bench.tables=[2, 3]")
     shown = done("reproduce", changes=small)
-    platforms = [{"platform": name} for name in ("cg", "mn", "this-machine")]
-    sweeps = [{"sweep": name} for name in ("bandwidth", "cache")]
-    assert calls == ["calibrate", {"validate": True}, *platforms, *sweeps]
+    platforms = [Simulation(platform=name) for name in ("cg", "mn", "this-machine")]
+    sweeps = [Simulation(sweep=name) for name in ("bandwidth", "cache")]
+    assert calls == ["calibrate", Simulation(validate=True), *platforms, *sweeps]
     assert "6/9 calibrate" in shown and "7/9 simulate" in shown and "report: simulated.md" in shown
 
 

@@ -192,7 +192,7 @@ def test_a_resident_machine_only_computes():
 
 def test_the_simulator_needs_no_torch():
     """Sweeps start many processes. What measures a machine does import it."""
-    code = "import sys, importlib, moexp.cli.simulation\n"
+    code = "import sys, importlib, moexp.cli.simulate\n"
     names = ["platform", "study", "sweep", "validate", "traces", "cold"]
     code += f"for name in {names}: importlib.import_module('moexp.sim.' + name)\n"
     code += "sys.exit('torch' in sys.modules)"

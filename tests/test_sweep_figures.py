@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moexp.base.errors import MoexpError
-from moexp.cli.simulation import run_simulate
+from moexp.cli.simulate import Simulation, run_simulate
 from moexp.config.recipe import load_recipe
 from moexp.sim.sweep import SCHEMA
 from moexp.sim.sweep_file import find_sweep, load_sweep, parts_of
@@ -110,4 +110,4 @@ def test_shipped_sweeps_have_curves_and_names(tmp_path: Path):
         machines = [part.machine for part in parts_of(load_sweep(find_sweep(name)))]
         assert max(len({m.bandwidth_gb_s for m in machines}), len({m.cache_experts for m in machines})) >= 5
     with pytest.raises(MoexpError, match=r"no sweep 'bandwith'.*did you mean bandwidth"):
-        run_simulate(recipe, sweep="bandwith", results=tmp_path)
+        run_simulate(recipe, Simulation(sweep="bandwith"))

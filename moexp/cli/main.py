@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moexp.base import ranks
-from moexp.cli import decoding, measuring, reporting, simulating, training  # noqa: F401 (they register their commands)
+from moexp.cli import commands_decode, commands_report, commands_simulate, commands_train  # noqa: F401 (they register)
 from moexp.cli.app import app
 
 

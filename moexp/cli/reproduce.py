@@ -76,13 +76,12 @@ def _stages(
         reports.extend(write_reports(recipe, find_runs(recipe), locations.RESULTS))
 
     def simulate() -> None:
-        from moexp.cli.simulation import run_simulate
+        from moexp.cli.simulate import Simulation, run_simulate
 
-        reports.extend(run_simulate(recipe, validate=True))
-        for platform in recipe.simulation.platforms:
-            reports.extend(run_simulate(recipe, platform=platform))
-        for sweep in recipe.simulation.sweeps:
-            reports.extend(run_simulate(recipe, sweep=sweep))
+        platforms = [Simulation(platform=platform) for platform in recipe.simulation.platforms]
+        sweeps = [Simulation(sweep=sweep) for sweep in recipe.simulation.sweeps]
+        for flags in (Simulation(validate=True), *platforms, *sweeps):
+            reports.extend(run_simulate(recipe, flags))
 
     def audit() -> None:
         from moexp.audit import run_audit

@@ -1,6 +1,7 @@
-"""The stages that commands run, each with what it prints: build, trace, train, check, and all of them in a row.
+"""The stages that commands run, each with what it prints: build, trace, train, check.
 
 Every stage finds its input and leaves its output where `moexp.config.locations` says; what is done is not done again.
+What needs torch is imported in functions, so that a mistake in a recipe is shown at once.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -21,6 +22,7 @@ from moexp.bench.gate_table import gate_lines, gate_table
 from moexp.config import locations
 from moexp.config.locations import draft_work, home, results_folder, trace_folder
 from moexp.config.recipe import Recipe
+from moexp.tables.trained.files import write_predictor_summary
 from moexp.tables.trained.terminal import (
     draft_table,
     growth_table,
@@ -31,6 +33,9 @@ from moexp.tables.trained.terminal import (
 )
 from moexp.target.opening import find_head, find_target
 
+if TYPE_CHECKING:
+    from moexp.target.trained import TrainedFiles
+
 
 def begin(recipe: Recipe) -> None:
     """Threads and allocator for this process, and no progress bars but our own."""
@@ -40,7 +45,9 @@ def begin(recipe: Recipe) -> None:
     logging.disable_progress_bar()
 
 
-# --- build-target ---
+def print_path(console: Console, label: str, path: Path) -> None:
+    """A line that can be copied: neither wrapped nor coloured."""
+    console.print(f"{label}: {path}", soft_wrap=True, highlight=False)
 
 
 def build_stage(recipe: Recipe, console: Console) -> Path:
@@ -50,26 +57,18 @@ def build_stage(recipe: Recipe, console: Console) -> Path:
     begin(recipe)
     if recipe.target.kind == "hub":
         folder = find_target(recipe)
-        console.print(f"a checkpoint, nothing to build: {folder}", soft_wrap=True, highlight=False)
+        print_path(console, "a checkpoint, nothing to build", folder)
         return folder
-    folder = build_target(
-        recipe,
-        locations.target_folder(recipe),
-        cache=locations.source_cache(),
-        provenance=collect_provenance(recipe.seed),
-    )
+    cache, provenance = locations.source_cache(), collect_provenance(recipe.seed)
+    folder = build_target(recipe, locations.target_folder(recipe), cache=cache, provenance=provenance)
     manifest = read_manifest(folder)
-    quality = manifest.get("quality", {})
-    if quality:
-        console.print(quality_table(quality))
+    if manifest.get("quality"):
+        console.print(quality_table(manifest["quality"]))
     for answer in manifest.get("answers", []):
         console.print(f"Q: {answer['question']}", highlight=False, markup=False)
         console.print(f"A: {answer['answer'].strip()}", highlight=False, markup=False)
-    console.print(f"target: {folder}", soft_wrap=True, highlight=False)
+    print_path(console, "target", folder)
     return folder
-
-
-# --- trace-routing ---
 
 
 def trace_stage(recipe: Recipe, console: Console, *, text: str | None = None, out: Path | None = None) -> Path:
@@ -79,9 +78,8 @@ def trace_stage(recipe: Recipe, console: Console, *, text: str | None = None, ou
     begin(recipe)
     target = find_target(recipe)
     folder = out or trace_folder(recipe, text)
-    report = trace_routing(
-        recipe, target, folder, work=draft_work(recipe), text=text, provenance=collect_provenance(recipe.seed)
-    )
+    provenance = collect_provenance(recipe.seed)
+    report = trace_routing(recipe, target, folder, work=draft_work(recipe), text=text, provenance=provenance)
     console.print(load_table(report))
     console.print()
     console.print(growth_table(report))
@@ -91,86 +89,75 @@ def trace_stage(recipe: Recipe, console: Console, *, text: str | None = None, ou
         f"\n{manifest.tokens} tokens of {manifest.samples} samples, shards: {len(manifest.shards)}{speed} (measured)",
         highlight=False,
     )
-    console.print(f"trace: {folder}", soft_wrap=True, highlight=False)
+    print_path(console, "trace", folder)
     return folder
-
-
-# --- train-draft-expert ---
 
 
 def train_stage(recipe: Recipe, console: Console) -> Path:
-    """Trains the draft experts unless they are there, and prints what they reach."""
+    """Trains the draft experts unless that is done, and prints what they reach."""
     from moexp.learn.draft_expert.train import train_draft_expert
-    from moexp.target.draft_expert import HEADER, read_header
+    from moexp.target.draft_expert import FILES
 
     begin(recipe)
     target, folder = find_target(recipe), locations.draft_folder(recipe)
-    if ranks.on_main((folder / HEADER).exists):
-        header = _kept(read_header(folder), target, folder, "draft experts of another target are there", console)
-        metrics = header["metrics"]
-    else:
+    metrics = _saved_metrics(FILES, folder, target, "draft experts of another target are there", console)
+    if metrics is None:
         metrics = train_draft_expert(recipe, target, folder, provenance=collect_provenance(recipe.seed))
     console.print(draft_table(metrics))
-    console.print(f"draft experts: {folder}", soft_wrap=True, highlight=False)
+    print_path(console, "draft experts", folder)
     return folder
 
 
-def _kept(header: dict[str, Any], target: Path, folder: Path, others: str, console: Console) -> dict[str, Any]:
-    """The header of what was trained before.
-
-    Args:
-        others: what is said where it was trained for another target.
+def _saved_metrics(
+    files: TrainedFiles, folder: Path, target: Path, refusal: str, console: Console
+) -> dict[str, Any] | None:
+    """The metrics of what is trained already; None where it is not.
 
     Raises:
-        MoexpError: it was trained for another target.
+        MoexpError: with `refusal`: it was trained for another target.
     """
     from moexp.target.load import drafters_identity
 
+    if not ranks.on_main((folder / files.header).exists):
+        return None
+    header = files.read_header(folder)
     if header["target"] != drafters_identity(target):
-        raise MoexpError(others, where=str(folder), valid="remove the folder to train again")
+        raise MoexpError(refusal, where=str(folder), valid="remove the folder to train again")
     console.print("trained already", highlight=False)
-    return header
-
-
-# --- train-predictor ---
+    metrics: dict[str, Any] = header["metrics"]
+    return metrics
 
 
 def predictor_stage(recipe: Recipe, console: Console) -> Path:
-    """Trains the expert predictor unless it is there, tracing first where need be; prints and keeps what it reaches."""
+    """Trains the expert predictor unless that is done, tracing first where needed; prints and saves what it reaches."""
     from moexp.learn.predictor.train import train_predictor
     from moexp.learn.trace.trace import trace_routing
-    from moexp.runtime.predictors.files import HEADER, read_header
-    from moexp.tables.trained.files import write_predictor_summary
+    from moexp.runtime.predictors.files import FILES
 
     begin(recipe)
     target, folder = find_target(recipe), locations.predictor_folder(recipe)
-    if ranks.on_main((folder / HEADER).exists):
-        _kept(read_header(folder), target, folder, "a predictor of another target is there", console)
-    else:
-        traced, text, made = locations.predictor_recipe(recipe), recipe.predictor.text, collect_provenance(recipe.seed)
-        place = trace_folder(traced, text)
-        report = trace_routing(traced, target, place, work=draft_work(recipe), text=text, provenance=made)
-        train_predictor(recipe, target, report.trace, folder, cache=locations.source_cache(), provenance=made)
-    header = read_header(folder)
+    if _saved_metrics(FILES, folder, target, "a predictor of another target is there", console) is None:
+        traced, text = locations.predictor_recipe(recipe), recipe.predictor.text
+        trace, work, provenance = trace_folder(traced, text), draft_work(recipe), collect_provenance(recipe.seed)
+        report = trace_routing(traced, target, trace, work=work, text=text, provenance=provenance)
+        train_predictor(recipe, target, report.trace, folder, cache=locations.source_cache(), provenance=provenance)
+    header = FILES.read_header(folder)
     console.print(predictor_table(header["metrics"]))
     for file in ranks.on_main(partial(write_predictor_summary, results_folder(recipe), recipe.name, header)):
         console.print(str(file), soft_wrap=True, highlight=False)
-    console.print(f"predictor: {folder}", soft_wrap=True, highlight=False)
+    print_path(console, "predictor", folder)
     return folder
 
 
-# --- train-drafter ---
-
-
 def drafter_stage(recipe: Recipe, console: Console) -> Path:
-    """Trains the recipe's draft head unless it is there, and prints what it reaches; GTO's start is trained first."""
+    """Trains the recipe's draft head unless that is done, and prints what it reaches; GTO's start is trained first."""
     from moexp.learn.heads.train import train_head_of
     from moexp.target.heads import eagle_files, mtp_files
 
     begin(recipe)
     target, folder = find_target(recipe), locations.head_folder(recipe)
     if recipe.paths.head is not None:
-        console.print(f"published draft head: {find_head(recipe)}", soft_wrap=True, highlight=False)
+        print_path(console, "published draft head", find_head(recipe))
         return find_head(recipe)
     start = None
     if recipe.head.kind == "gto":
@@ -178,19 +165,13 @@ def drafter_stage(recipe: Recipe, console: Console) -> Path:
         start = locations.head_folder(eagle)
         if not ranks.on_main((start / eagle_files.HEADER).exists):
             drafter_stage(eagle, console)
-    file = folder / (mtp_files.HEADER if recipe.head.kind == "mtp" else eagle_files.HEADER)
-    if ranks.on_main(file.exists):
-        header = _kept(json.loads(file.read_text()), target, folder, "a head of another target is there", console)
-        metrics = header["metrics"]
-    else:
-        provenance = collect_provenance(recipe.seed)
-        metrics = train_head_of(recipe, target, folder, start=start, provenance=provenance)
+    files = mtp_files.FILES if recipe.head.kind == "mtp" else eagle_files.FILES
+    metrics = _saved_metrics(files, folder, target, "a head of another target is there", console)
+    if metrics is None:
+        metrics = train_head_of(recipe, target, folder, start=start, provenance=collect_provenance(recipe.seed))
     console.print(head_table(recipe.head.kind, metrics))
-    console.print(f"draft head: {folder}", soft_wrap=True, highlight=False)
+    print_path(console, "draft head", folder)
     return folder
-
-
-# --- eval ---
 
 
 def eval_stage(
@@ -222,9 +203,6 @@ def eval_stage(
     return gate.passed
 
 
-# --- write-corpus ---
-
-
 def corpus_stage(recipe: Recipe, console: Console, *, author: str, tokens: int, out: Path | None) -> Path:
     """Lets the dense model or the target write a corpus of `tokens` tokens."""
     from moexp.learn.corpus.files import write_corpus
@@ -248,16 +226,16 @@ def corpus_stage(recipe: Recipe, console: Console, *, author: str, tokens: int, 
     else:
         raise MoexpError(f"unknown author {author!r}", where="--author", valid="dense, target")
     section = section.model_copy(update={"source": "write", "tokens": tokens})
-    place = out or home() / "corpora" / f"{recipe.name}-{author}"
-    _claim(place, {"author": author, "length": section.length, "rows": section.rows, "seed": recipe.seed})
-    files = write_corpus(section, model, tokenizer, place, author=author, seed=recipe.seed)
+    folder = out or home() / "corpora" / f"{recipe.name}-{author}"
+    _check_corpus(folder, {"author": author, "length": section.length, "rows": section.rows, "seed": recipe.seed})
+    files = write_corpus(section, model, tokenizer, folder, author=author, seed=recipe.seed)
     written = len(files) * section.rows * section.length
-    console.print(f"{written} tokens by the {author} model in {len(files)} batches: {place}", soft_wrap=True)
-    return place
+    console.print(f"{written} tokens by the {author} model in {len(files)} batches: {folder}", soft_wrap=True)
+    return folder
 
 
-def _claim(folder: Path, settings: dict[str, Any]) -> None:
-    """Batches that are there are kept, so they must be of the same corpus.
+def _check_corpus(folder: Path, settings: dict[str, Any]) -> None:
+    """Batches that exist are used, so they must be of the same corpus.
 
     Raises:
         MoexpError: `folder` holds another one.

@@ -6,16 +6,7 @@ from typing import Annotated
 
 import typer
 
-from moexp.cli.app import (
-    OutOption,
-    RecipeOption,
-    SetOption,
-    app,
-    command,
-    load,
-    make_console,
-    with_out,
-)
+from moexp.cli.app import OutOption, RecipeOption, SetOption, app, command, load, make_console, with_out
 
 
 @command(app, "build-target", "moexp build-target --recipe pocket")

@@ -1,4 +1,4 @@
-"""Commands that read what is there: recipes, reports and the audit."""
+"""Commands that read files alone: recipes, reports and the audit."""
 
 from __future__ import annotations
 
@@ -7,22 +7,12 @@ from typing import Annotated
 
 import typer
 
-from moexp.cli.app import (
-    OutOption,
-    RecipeOption,
-    SetOption,
-    app,
-    command,
-    load,
-    make_console,
-    say_files,
-)
+from moexp.cli.app import OutOption, RecipeOption, SetOption, app, command, load, make_console, say_files
 
 
 @command(app, "recipes", "moexp recipes")
 def recipes() -> None:
     """List the shipped recipes."""
-    from rich.console import Console
     from rich.table import Table
 
     from moexp.config.recipe import list_recipes
@@ -30,7 +20,7 @@ def recipes() -> None:
     table = Table("recipe", "what it does", box=None, pad_edge=False)
     for info in list_recipes():
         table.add_row(info.name, info.summary)
-    Console().print(table)
+    make_console().print(table)
 
 
 @command(app, "show-recipe", "moexp show-recipe --recipe pocket --set draft.width=768")

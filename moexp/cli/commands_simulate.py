@@ -7,16 +7,7 @@ from typing import Annotated
 
 import typer
 
-from moexp.cli.app import (
-    OutOption,
-    RecipeOption,
-    SetOption,
-    app,
-    command,
-    load,
-    make_console,
-    say_files,
-)
+from moexp.cli.app import OutOption, RecipeOption, SetOption, app, command, load, make_console, say_files
 
 
 @command(app, "platforms", "moexp platforms")
@@ -74,20 +65,10 @@ def simulate(
     out: OutOption = None,
 ) -> None:
     """Predict speeds by a simulation from recorded routing, without a model."""
-    from moexp.cli.simulation import run_simulate
+    from moexp.cli.simulate import Simulation, run_simulate
 
-    chosen = load(recipe, changes)
-    files = run_simulate(
-        chosen,
-        platform=platform,
-        recording=recording,
-        trace=trace,
-        accept=accept,
-        sweep=sweep,
-        validate=validate,
-        out=out,
-    )
-    say_files(files, show=True)
+    run = Simulation(platform, recording, trace, accept, sweep, validate, out)
+    say_files(run_simulate(load(recipe, changes), run), show=True)
 
 
 @command(app, "plan", "moexp plan --recipe ds-v2-lite --platform cg")
