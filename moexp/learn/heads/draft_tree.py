@@ -55,7 +55,7 @@ def grow_trees(chains: Chains, *, depth: int, width: int) -> Trees:
     own_WW = torch.eye(width, dtype=torch.bool, device=out_BRPH.device).expand(batch, roots, width, width)
     score_BRP = torch.zeros(batch, roots, 1, device=out_BRPH.device)
     above_BRPN = own_WW[:, :, :1, :0]
-    tokens, parents, scores, above = [], [], [], []
+    tokens, parents, scores, above = (list[Tensor]() for _ in range(4))
     for level in range(depth):
         if level:
             out_BTH = head(
