@@ -39,7 +39,7 @@ from moexp.tables.draftexpert.labels import (
 from moexp.target.draft_expert import read_header
 from moexp.target.load import target_identity
 from moexp.target.opening import find_target
-from moexp.target.weights import weight_sizes
+from moexp.target.pack_format import weight_sizes
 
 TIMED, COUNTED, TRAINED = {2, 3, 4}, {3}, {5}  # tables that need the platforms, the resident run, the ablation
 
