@@ -112,7 +112,7 @@ def eagle_1_tensors() -> dict[str, Tensor]:
 def small_eagle(model: Any, drafted: list[int], *, seed: int = 0) -> EagleHead:
     """A random head for a tiny target in memory."""
     config = EagleConfig.for_target(model.config, len(drafted), ffn=48)
-    vocab = DraftVocab.of(drafted, model.config.vocab_size)
+    vocab = DraftVocab.from_ids(drafted, model.config.vocab_size)
     return new_eagle_head(config, vocab, model.get_input_embeddings(), seed=seed)
 
 

@@ -17,8 +17,11 @@ from typer.testing import CliRunner
 from moexp.base.errors import MoexpError
 from moexp.bench import ablation, draftexpert, platforms, runner, tune
 from moexp.bench import papers as bench_tables
+from moexp.bench.engine import PromptEngine
+from moexp.bench.folder import begin_run, fitting_tokens, settled_tokens
+from moexp.bench.jobs import Job, RunPlan, make_jobs, select_prompts, tuning_prompts
 from moexp.bench.replay import Costs, Cycle, Setting, estimate, record_cycles
-from moexp.bench.runner import Job, PromptEngine, begin_run, is_complete, make_jobs, run_methods, select_prompts
+from moexp.bench.runner import run_methods
 from moexp.cli import main as cli
 from moexp.config.decode import StoreSection
 from moexp.config.locations import draft_folder, source_cache, target_folder
@@ -92,10 +95,10 @@ def records(folder: Path) -> tuple[list[StepRecord], list[RequestRecord]]:
 def test_prompts_are_balanced_and_tuning_prompts_are_others():
     chosen = select_prompts(["chat", "math", "code"], 2)
     assert [prompt.workload for prompt in chosen] == ["chat", "math", "code"] * 2
-    tuning = runner.tuning_prompts(5)
+    tuning = tuning_prompts(5)
     assert len({prompt.workload for prompt in tuning}) == 5
     assert not {prompt.id for prompt in tuning} & {prompt.id for prompt in select_prompts(["embedded"], 1000)}
-    assert runner.tuning_prompts(0) == []
+    assert tuning_prompts(0) == []
 
 
 # --- the engine that keeps a prompt ---
@@ -160,19 +163,13 @@ def test_a_prompt_is_copied_to_a_state_of_its_own(target: Target):
 # --- interleaved runs ---
 
 
-def run(target: Target, folder: Path, jobs: list[Job], methods: list[Method], **options: Any) -> None:
+def run(
+    target: Target, folder: Path, jobs: list[Job], methods: list[Method], slice_s: float | None = None, **hooks: Any
+) -> None:
     done = begin_run(folder, {"some": "settings"})
+    plan = RunPlan(jobs, methods, Sampling(), 6, slice_s=slice_s)
     with opened_store(target, StoreSection(kind="resident")) as store:
-        run_methods(
-            PromptEngine(target, store),
-            jobs,
-            methods,
-            Sampling(),
-            folder=folder,
-            done=done,
-            max_new_tokens=6,
-            **options,
-        )
+        run_methods(PromptEngine(target, store), plan, folder, done=done, **hooks)
 
 
 @pytest.mark.parametrize("slice_s", [0.0, 0.01])
@@ -236,7 +233,8 @@ def test_an_interrupted_run_goes_on_where_it_was_and_doubles_nothing(target: Tar
     with open(tmp_path / "steps.jsonl", "a") as file:
         file.write('{"request": 2, "cyc')
     done = begin_run(tmp_path, {"some": "settings"})
-    assert len(done) == 3 and not is_complete(done, jobs, methods)
+    plan = RunPlan(jobs, methods, Sampling(), 6)
+    assert len(done) == 3 and not plan.is_complete(done)
     run(target, tmp_path, jobs, methods)
     resumed_steps, resumed = records(tmp_path)
     assert Counter((record.request, record.method) for record in resumed) == Counter(
@@ -247,7 +245,7 @@ def test_an_interrupted_run_goes_on_where_it_was_and_doubles_nothing(target: Tar
         emitted[step.request, step.method] += step.emitted
     assert emitted == {(record.request, record.method): record.new_tokens for record in resumed}
     assert resumed[:3] == requests[:3]  # what was complete is kept as it was measured
-    assert is_complete(begin_run(tmp_path, {"some": "settings"}), jobs, methods)
+    assert plan.is_complete(begin_run(tmp_path, {"some": "settings"}))
 
 
 def test_records_of_other_settings_are_set_aside(target: Target, tmp_path: Path):
@@ -542,11 +540,11 @@ def a_warm_up(method: str, tokens: int, decode_s: float, prefill_s: float = 0.0)
 def test_a_time_limit_becomes_tokens_a_prompt():
     # A prompt: 2 s of prefill, then 0.1 + 0.3 s a token of each method.
     warmed = [a_warm_up("ar", 10, 1.0, prefill_s=2.0), a_warm_up("top-1", 10, 3.0)]
-    assert runner.fitting_tokens(warmed, 5, 5 * 10.0, 48) == 20
-    assert runner.fitting_tokens(warmed, 5, 5 * 100.0, 48) == 48
-    assert runner.fitting_tokens(warmed, 5, 0.1, 48) == 4
-    assert runner.fitting_tokens(warmed, 5, 0.1, 3) == 3
-    assert runner.fitting_tokens([], 5, 0.1, 48) == 48
+    assert fitting_tokens(warmed, 5, 5 * 10.0, 48) == 20
+    assert fitting_tokens(warmed, 5, 5 * 100.0, 48) == 48
+    assert fitting_tokens(warmed, 5, 0.1, 48) == 4
+    assert fitting_tokens(warmed, 5, 0.1, 3) == 3
+    assert fitting_tokens([], 5, 0.1, 48) == 48
 
 
 def test_a_run_keeps_the_tokens_it_settled_on_and_its_tables_say_so(recipe: Recipe, tmp_path: Path):
@@ -556,7 +554,7 @@ def test_a_run_keeps_the_tokens_it_settled_on_and_its_tables_say_so(recipe: Reci
     folder = tmp_path / "run"
     bench_tables.run_bench(limited, (2,), out=folder, results=tmp_path)
     place = folder / "local-disk"
-    assert runner.kept_tokens(place) == 4
+    assert settled_tokens(place) == 4
     _, requests = records(place)
     assert {record.new_tokens for record in requests} == {4}
     lines = (place / "requests.jsonl").read_text().splitlines(keepends=True)

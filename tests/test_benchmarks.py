@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from moexp.base.errors import MoexpError
-from moexp.bench.runner import select_prompts
+from moexp.bench.jobs import select_prompts
 from moexp.data.prompts import Prompt, load_prompts
 from moexp.data.public_sets import BENCHMARKS
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from moexp.bench.budgets import POLICIES, all_budgets
-from moexp.bench.budgets_table import FOLDER
+from moexp.bench.budgets import ALL, FOLDER, POLICIES
 from moexp.cli import main as cli
 from moexp.config.locations import run_folder
 from moexp.config.recipe import load_recipe
@@ -53,12 +52,12 @@ def test_all_budgets_are_measured_and_replayed(tmp_path: Path, monkeypatch: pyte
         assert (results / f"figure_cache_budgets.{kind}").stat().st_size > 0
 
     folder = run_folder(load_recipe("tiny")) / FOLDER
-    before = {budget.name: (folder / budget.name / REQUESTS).read_text() for budget in all_budgets()}
+    before = {budget.name: (folder / budget.name / REQUESTS).read_text() for budget in ALL}
     table = (results / "cache_budgets.csv").read_text()
     lines = before["lru-50"].splitlines(keepends=True)
     (folder / "lru-25" / REQUESTS).write_text("".join(before["lru-25"].splitlines(keepends=True)[:-1]))  # cut off
     run("cache-budgets", "--prompts", "2", "--tokens", "6")
-    after = {budget.name: (folder / budget.name / REQUESTS).read_text() for budget in all_budgets()}
+    after = {budget.name: (folder / budget.name / REQUESTS).read_text() for budget in ALL}
     assert {name for name in after if after[name] != before[name]} <= {"lru-25"}
     assert len(after["lru-25"].splitlines()) == len(lines)
     assert (results / "cache_budgets.csv").read_text().count("equal") == table.count("equal")

@@ -93,7 +93,7 @@ def test_a_delta_gives_back_what_training_computed_with_and_dense_parts_as_they_
         assert torch.equal(plan.own_En, again.own_En) and torch.equal(plan.spare_Em, again.spare_Em)
     with delivered(model, bases, 0.2):
         for (name, mine), (_, theirs) in zip(stored(model), stored(built), strict=True):
-            if kind_of(name) != "whole":
+            if kind_of(name) != "plain":
                 assert torch.equal(mine, theirs), name
             else:
                 assert torch.equal(mine.bfloat16(), theirs.bfloat16()), name

@@ -176,7 +176,7 @@ def test_casting_leaves_the_frequencies_alone_and_a_frozen_copy_shares_the_targe
 
 def test_a_head_that_starts_from_its_target_says_what_the_target_says(tmp_path: Path):
     config = EagleConfig(H, H, V, D, HEADS, KV, W, FFN, (1, 5, 8))
-    made = new_eagle_head(config, DraftVocab.of(DRAFTED, V), embedding())
+    made = new_eagle_head(config, DraftVocab.from_ids(DRAFTED, V), embedding())
     norm, lm_head = torch.nn.LayerNorm(H), torch.nn.Linear(H, V, bias=False)
     start_from_target(made, norm, lm_head)
     features = torch.randn(1, 3, 3 * H)

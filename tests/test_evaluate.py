@@ -11,19 +11,17 @@ import torch
 from rich.console import Console
 
 from moexp.base.errors import MoexpError
-from moexp.bench import exactness
-from moexp.bench.exactness import Gate, Outcome, RowLog, row_invariant
+from moexp.bench import row_invariance
+from moexp.bench.exactness import Gate, Outcome, RowLog
 from moexp.bench.gate import (
     FRESH,
     already_passed,
     gate_identity,
     gate_methods,
     gate_prompts,
-    gate_rows,
     run_gate,
-    write_gate,
 )
-from moexp.bench.gate_table import gate_lines, gate_table
+from moexp.bench.row_invariance import row_invariant
 from moexp.config import locations
 from moexp.config.recipe import Recipe, load_recipe
 from moexp.learn.target.build import build_target
@@ -31,6 +29,7 @@ from moexp.runtime.decoding.decode import LogitsDigest
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.selectors.confidence_expansion import POLICIES
 from moexp.runtime.verifiers.chain import Verdict, verify_greedy
+from moexp.tables.gate import gate_lines, gate_rows, gate_table, write_gate
 from moexp.target.draft_expert import DraftExperts, save_draft_experts
 from moexp.target.load import load_target, target_identity
 from moexp.target.opening import find_target
@@ -222,7 +221,7 @@ def test_the_probe_finds_this_backend_row_invariant_and_another_not(dtype: str, 
 
         return linear
 
-    monkeypatch.setattr(exactness, "make_linear", uneven)
+    monkeypatch.setattr(row_invariance, "make_linear", uneven)
     assert not row_invariant(target)
 
 
@@ -264,7 +263,7 @@ def test_the_table_fits_a_terminal_and_the_verdict_is_in_words(capsys):
     assert lines[-1] == "near-tie tier: 2 tokens, 1 requests part from AR, all at near ties"
     exact = Gate((outcome(log([1, 2]), log([1, 2])),), {"float32": True}, 0.01)
     assert gate_lines(exact) == ["exact: 2 tokens, 2 logits rows, every bit as AR has it"]
-    assert next(gate_rows(exact))["tag"] == "measured"
+    assert gate_rows(exact)[0]["tag"] == "measured"
 
 
 # --- long ---

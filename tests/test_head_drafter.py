@@ -36,7 +36,7 @@ def engine_with(folder, kind: str, dtype=torch.bfloat16) -> Engine:
         head = new_mtp_head(target.model, seed=3)
     else:
         config = EagleConfig.for_target(target.model.config, 128)
-        vocab = DraftVocab.of(range(64, 192), target.model.config.vocab_size)
+        vocab = DraftVocab.from_ids(range(64, 192), target.model.config.vocab_size)
         head = new_eagle_head(config, vocab, target.model.get_input_embeddings(), seed=3)
     store = open_store(target.index, "resident", dtype=dtype)
     return Engine(target, store, draft_head=head.to(dtype).eval(), prefill_rows=32)

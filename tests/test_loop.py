@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from moexp.base.errors import MoexpError
 from moexp.learn.core import loop
-from moexp.learn.core.loop import Metrics, Run, Schedule, Updates, own_rows, train
+from moexp.learn.core.loop import Metrics, Run, Schedule, own_rows, train
+from moexp.learn.core.optimizers import Updates
 
 
 class Problem:

@@ -29,9 +29,8 @@ from moexp.runtime.store.store import open_store
 from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.experts import ExpertIndex, ExpertWeights
 from moexp.target.load import checkpoint_fingerprint, drafters_identity, load_target, target_identity
-from moexp.target.pack_format import ALIGN, MANIFEST, QUANTS, PackedIndex, read_index, stored_bytes
+from moexp.target.pack_format import ALIGN, MANIFEST, QUANTS, PackedIndex, read_index, stored_bytes, weight_sizes
 from moexp.target.pad import pad_experts
-from moexp.target.weights import weight_sizes
 from tests.family_files import CASES, Case, write_case
 from tests.tiny_models import tiny_folder, whole_model
 

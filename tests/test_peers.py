@@ -18,6 +18,7 @@ from moexp.bench.peers import run as peers
 from moexp.bench.peers.engines import ENGINES, answer, forget
 from moexp.bench.peers.gguf import expert_ranges, write_gguf
 from moexp.runtime.store.host import load_experts
+from moexp.tables import peers as tables
 from moexp.target.load import load_target
 from tests.tiny_models import tiny_folder, whole_model
 
@@ -118,21 +119,22 @@ def raw() -> dict[str, Any]:
 
 
 def test_ratios_are_of_the_same_prompt_and_tokens_are_compared_by_id():
-    ours, theirs = (peers.row_of(raw(), engine) for engine in ("moexp", "accelerate"))
+    ours, theirs = (tables.row_of(raw(), engine) for engine in ("moexp", "accelerate"))
     assert (ours["tokens_per_s"], ours["moexp_ratio"], ours["same_tokens"]) == (pytest.approx(7.5), 1.0, 1.0)
     assert (theirs["moexp_ratio_lo"], theirs["moexp_ratio_hi"]) == (pytest.approx(10), pytest.approx(20))
     assert theirs["moexp_ratio"] == pytest.approx(15) and theirs["same_tokens"] == 0.75
     assert (theirs["bytes_per_token"], theirs["token_ms"]) == (500, pytest.approx(2500))
-    shown = peers.markdown(raw(), [ours, theirs], {"command": "c"})
+    shown = tables.markdown(raw(), [ours, theirs], {"command": "c"})
     assert "15.00x" in shown and "10x" in shown and "measured" in shown
 
 
 @pytest.mark.e2e
 def test_engines_take_turns_and_the_table_is_written(target: Path, tmp_path: Path):
-    found = peers.run(
-        target, [PROMPT, PROMPT[::-1]], tmp_path / "work", tmp_path / "results",
+    plan = peers.PeerRun(
+        target, [PROMPT, PROMPT[::-1]], tmp_path / "work",
         engines=["moexp"], tokens=3, threads=1, io_threads=2, name="tiny",
     )  # fmt: skip
+    found = peers.run(plan, tmp_path / "results")
     assert [len(one["ids"]) for one in found["engines"]["moexp"]] == [3, 3]
     assert (tmp_path / "results" / "peers.csv").read_text().count("\n") == 2
     kept = json.loads((tmp_path / "results" / "peers.json").read_text())

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moexp.base.errors import MoexpError
-from moexp.bench.race import check_recipes, digest_of, find_place, parts_of, run_race
+from moexp.bench.race import check_recipes, digest_of, parts_of, race_platform, run_race
 from moexp.cli import main as cli
 from moexp.config.locations import home
 from moexp.config.recipe import Recipe, load_method, load_recipe, recipe_folders
@@ -115,11 +115,11 @@ def test_who_cannot_race_is_told_why(recipes: list[Recipe], tmp_path: Path):
 
 def test_where_a_race_is_run(recipes: list[Recipe]):
     chain = recipes[0]
-    assert find_place(None, chain).name == "local-disk" and find_place("paced-cg", chain).paced
-    assert find_place("resident", chain).kind == "resident"
+    assert race_platform(None, chain).name == "local-disk" and race_platform("paced-cg", chain).paced
+    assert race_platform("resident", chain).kind == "resident"
     nowhere = load_recipe("chain.yaml", ["bench.platforms=[]"])
     with pytest.raises(MoexpError, match="no platform to race on"):
-        find_place(None, nowhere)
+        race_platform(None, nowhere)
 
 
 def test_a_method_is_laid_over_a_recipe_and_a_recipe_is_not(recipes: list[Recipe], tmp_path: Path):

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from moexp.bench.engine import PromptEngine
+from moexp.bench.folder import begin_run
+from moexp.bench.jobs import Job, RunPlan
 from moexp.bench.measure import recording_info
 from moexp.bench.probing import RunProbe
-from moexp.bench.runner import Job, PromptEngine, begin_run, run_methods
+from moexp.bench.runner import run_methods
 from moexp.config.decode import PaceSection, StoreSection
 from moexp.records import ProbeRecord, RequestRecord, StepRecord, read_records
 from moexp.runtime.decoding.method import Method
@@ -116,9 +119,7 @@ def test_probes_between_requests_change_nothing_of_a_run_and_price_it(target: Ta
                 RunProbe(target, store, drafts, jobs[0].prompt_ids, place, bursts=not paced) as probe,
             ):
                 options: Any = {"between": probe} if probed else {}
-                run_methods(
-                    engine, jobs, methods, Sampling(), folder=place, max_new_tokens=6, recorder=recorder, **options
-                )
+                run_methods(engine, RunPlan(jobs, methods, Sampling(), 6), place, recorder=recorder, **options)
         return [record.tokens for record in read_records(place / REQUESTS, RequestRecord)]
 
     assert decode(tmp_path / "probed", True) == decode(tmp_path / "plain", False)

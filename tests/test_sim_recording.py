@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from moexp.base.errors import MoexpError
+from moexp.bench.engine import PromptEngine
+from moexp.bench.folder import begin_run
+from moexp.bench.jobs import Job, RunPlan
 from moexp.bench.measure import recording_info
-from moexp.bench.runner import Job, PromptEngine, begin_run, run_methods
+from moexp.bench.runner import run_methods
 from moexp.config.decode import PaceSection, StoreSection
 from moexp.records import StepRecord, read_records
 from moexp.runtime.decoding.method import Method
@@ -85,16 +88,10 @@ def record(
     with Recorder(folder, info, done) as recorder:
         run_methods(
             PromptEngine(target, store, draft_experts=drafts, prefill_rows=16),
-            jobs,
-            methods,
-            Sampling(),
-            folder=folder,
+            RunPlan(jobs, methods, Sampling(), tokens, warmup=jobs[-1:], warmup_tokens=3, slice_s=slice_s),
+            folder,
             done=done,
-            max_new_tokens=tokens,
-            warmup=jobs[-1:],
-            warmup_tokens=3,
             recorder=recorder,
-            slice_s=slice_s,
         )
     return read_recording(folder)
 
@@ -273,8 +270,8 @@ def test_a_paced_run_takes_about_what_is_simulated(target: Target, tmp_path: Pat
             info = recording_info(target, store, section, methods)
             with Recorder(tmp_path / name, info, done) as recorder:
                 engine = PromptEngine(target, store, draft_experts=drafts, prefill_rows=16)
-                where: Any = {"folder": tmp_path / name, "recorder": recorder, "warmup": JOBS[-1:]}
-                run_methods(engine, JOBS, methods, Sampling(), max_new_tokens=16, **where)
+                plan = RunPlan(JOBS, methods, Sampling(), 16, warmup=JOBS[-1:])
+                run_methods(engine, plan, tmp_path / name, recorder=recorder)
     recording = read_recording(tmp_path / "paced")
     model = validated_machine(recording, resident_fit(tmp_path / "resident"), {})
     for one in compare(steps_of(tmp_path / "paced"), replay(recording, model)):

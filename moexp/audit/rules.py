@@ -53,12 +53,12 @@ class Rule:
                 if not values and not written.endswith("?"):
                     inputs.append(None)
                 inputs += values
-            (reported,) = _inputs(scope, column) or [None]
+            reported = _inputs(scope, column)
             present = [value for value in inputs if value is not None]
-            if reported is None or not present or len(present) < len(inputs):
+            if not reported or not present or len(present) < len(inputs):
                 continue
             yield derive(
-                "ours", self.formula, present, reported, id=self.id.format(**row.cells), given=self.given,
+                "ours", self.formula, present, reported[0], id=self.id.format(**row.cells), given=self.given,
                 what=self.what.format(**row.cells), relation=self.relation, unit=self.unit, note=self.note,
                 subject=subject, tag=row.text("tag"), tolerance=self.tolerance,
             )  # fmt: skip

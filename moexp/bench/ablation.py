@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,10 @@ import torch
 
 from moexp.base.progress import stage
 from moexp.base.provenance import collect_provenance
-from moexp.bench.measure import keep_provenance
-from moexp.bench.runner import (
-    PromptEngine,
-    begin_run,
-    is_complete,
-    make_jobs,
-    run_methods,
-    run_settings,
-    select_prompts,
-)
+from moexp.bench.engine import PromptEngine
+from moexp.bench.folder import add_provenance, begin_run
+from moexp.bench.runner import run_methods
+from moexp.bench.setup import Setup
 from moexp.config.decode import StoreSection
 from moexp.config.learn import DraftSection
 from moexp.config.locations import artifact_path, draft_folder
@@ -34,10 +29,10 @@ from moexp.learn.draft_expert.distill import distill
 from moexp.learn.draft_expert.path import DraftPath
 from moexp.learn.draft_expert.train import fit, measure, settings_of
 from moexp.learn.setup import TrainingSetup, open_setup
-from moexp.runtime.opening import method_of, opened_store, sampling_of
+from moexp.runtime.opening import method_of, opened_store
 from moexp.tables.draftexpert.labels import LOSSES
 from moexp.target.draft_expert import HEADER, DraftExperts, load_draft_experts, read_header, save_draft_experts
-from moexp.target.load import Target, target_identity
+from moexp.target.load import target_identity
 
 TERMS = ("residual", "logit", "token", "router")
 TERMS_OF = {LOSSES[1]: TERMS[:1], LOSSES[2]: TERMS[:3], LOSSES[3]: TERMS}
@@ -65,82 +60,60 @@ def ablation_folder(recipe: Recipe, loss: str) -> Path:
 def train_rows(recipe: Recipe, target: Path, provenance: dict[str, Any]) -> list[dict[str, Any]]:
     """Trains and measures what is missing of table 5's rows; returns {loss, steps, metrics} of all four."""
     identity = target_identity(target)
-    setup: TrainingSetup | None = None
+    folder = draft_folder(recipe)
+
+    @cache
+    def setup() -> TrainingSetup:
+        return open_setup(recipe, target, folder)
+
     warm: DraftExperts | None = None
-    rows = [{"loss": LOSSES[0], "steps": None, "metrics": _untrained(recipe, identity)}]
+    rows = [{"loss": LOSSES[0], "steps": None, "metrics": _untrained(folder, identity)}]
     for loss, terms in TERMS_OF.items():
-        folder = ablation_folder(recipe, loss)
-        if not _is_for(folder, identity):
+        row_folder = ablation_folder(recipe, loss)
+        if not _is_for(row_folder, identity):
             section = with_terms(recipe.draft, terms, recipe.bench.ablation_steps)
-            if setup is None:
-                setup = open_setup(recipe, target, draft_folder(recipe))
             if warm is None:
                 only_warm_up = section.model_copy(update={"steps": 0})
-                warm, _ = fit(setup, only_warm_up, recipe.seed, label="Table 5")
+                warm, _ = fit(setup(), only_warm_up, recipe.seed, label="Table 5")
             experts = copy.deepcopy(warm)
-            metrics = _train_row(setup, section, experts, recipe.seed, loss)
+            metrics = _train_row(setup(), section, experts, recipe.seed, loss)
             details = {"loss": loss, "steps": section.steps, "metrics": metrics, "provenance": provenance}
-            save_draft_experts(folder, experts.to(torch.bfloat16), identity, details)
-        header = read_header(folder)
+            save_draft_experts(row_folder, experts.to(torch.bfloat16), identity, details)
+        header = read_header(row_folder)
         rows.append({"loss": loss, "steps": header["steps"], "metrics": header["metrics"]})
     if rows[0]["metrics"] is None:  # draft experts from elsewhere, without figures of what they were compared with
-        setup = setup or open_setup(recipe, target, draft_folder(recipe))
-        rows[0]["metrics"] = measure(setup, None)
+        rows[0]["metrics"] = measure(setup(), None)
     return rows
 
 
-def run_ablation(recipe: Recipe, target: Target, place: Path, threads: int) -> None:
-    """Trains the rows, decodes a little with each for its prefetch hits, and keeps both in `place`.
+def run_ablation(setup: Setup, folder: Path) -> None:
+    """Trains the rows, decodes a little with each for its prefetch hits, and keeps both in `folder`.
 
     Args:
-        target: unpadded.
-        threads: torch's, for the records.
+        setup: its target is not padded.
     """
+    recipe, target, bench = setup.recipe, setup.target, setup.recipe.bench
     rows = train_rows(recipe, target.folder, collect_provenance(recipe.seed))
-    bench = recipe.bench
-    jobs = make_jobs(
-        select_prompts(bench.workloads, min(bench.paced_prompts, bench.prompts_per_workload)), target.tokenizer
-    )
     base = dataclasses.replace(method_of(recipe.decode), r=1, prefetch=True)
     methods = [
         dataclasses.replace(base, drafter="top-r" if loss == LOSSES[0] else "draft-expert", name=loss)
         for loss in LOSSES
     ]
-    tokens = min(bench.max_new_tokens, bench.paced_new_tokens)
-    settings = run_settings(
-        jobs,
-        methods,
-        tokens,
-        tag="measured",
-        target=target.fingerprint,
-        expert_width=target.spec.expert_width,
-        rows=rows,
-        temperature=recipe.decode.temperature,
-        threads=threads,
-    )
-    done = begin_run(place, settings)
-    if is_complete(done, jobs, methods):
+    jobs = setup.jobs(min(bench.paced_prompts, bench.prompts_per_workload))
+    plan = setup.plan(jobs, methods, min(bench.max_new_tokens, bench.paced_new_tokens))
+    done = begin_run(folder, setup.settings(plan, "measured", rows=rows))
+    if plan.is_complete(done):
         return
-    keep_provenance(place, recipe.seed)
-    section = StoreSection(kind="host", policy="none", io_threads=recipe.store.io_threads)
-    with opened_store(target, section) as store:
+    add_provenance(folder, recipe.seed)
+    identity = target_identity(target.folder)
+    with opened_store(target, StoreSection(kind="host", policy="none", io_threads=recipe.store.io_threads)) as store:
         for method in methods:
             experts = None
             if method.name != LOSSES[0]:
-                experts = load_draft_experts(
-                    ablation_folder(recipe, method.name), target_identity(target.folder), dtype=target.dtype
-                )
-            run_methods(
-                PromptEngine(target, store, draft_experts=experts),
-                jobs,
-                [method],
-                sampling_of(recipe.decode, recipe.seed),
-                folder=place,
-                done=done,
-                max_new_tokens=tokens,
-                stop_ids=target.stop_ids,
-                title=f"Prefetch hits, {method.name}",
-            )
+                experts = load_draft_experts(ablation_folder(recipe, method.name), identity, dtype=target.dtype)
+            engine = PromptEngine(target, store, draft_experts=experts)
+            part = dataclasses.replace(plan, methods=[method], title=f"Prefetch hits, {method.name}")
+            run_methods(engine, part, folder, done=done)
 
 
 def _train_row(
@@ -154,13 +127,12 @@ def _train_row(
         return measure(setup, experts)
 
 
-def _untrained(recipe: Recipe, identity: str) -> dict[str, Any] | None:
-    """What shared + top-1 reached when the recipe's draft experts were measured; None if that is not kept."""
-    folder = draft_folder(recipe)
+def _untrained(folder: Path, identity: str) -> dict[str, Any] | None:
+    """What shared + top-1 reached when the draft experts of a folder were measured; None where it does not say."""
     if not _is_for(folder, identity):
         return None
-    found = (read_header(folder).get("metrics") or {}).get("top-1")
-    return found if isinstance(found, dict) else None
+    metrics = (read_header(folder).get("metrics") or {}).get("top-1")
+    return metrics if isinstance(metrics, dict) else None
 
 
 def _is_for(folder: Path, identity: str) -> bool:

@@ -8,26 +8,33 @@ has a folder of records, and its recording is replayed by the simulator.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from moexp.bench.measure import keep_provenance, kept_probe, recording_info, sample_link, weights_hash
-from moexp.bench.platforms import find_platform
-from moexp.bench.runner import Job, PromptEngine, begin_run, run_methods, run_settings
+from moexp.bench.draftexpert import methods_of, run_platform
+from moexp.bench.engine import PromptEngine
+from moexp.bench.folder import add_provenance, begin_run
+from moexp.bench.jobs import RunPlan
+from moexp.bench.measure import folder_probe, recording_info, sample_link
+from moexp.bench.platforms import Platform, find_platform
+from moexp.bench.runner import run_methods
+from moexp.bench.setup import Setup
 from moexp.config.decode import StoreSection
-from moexp.runtime.opening import opened_store
+from moexp.config.locations import run_folder
+from moexp.config.recipe import Recipe
+from moexp.config.run_folder import RunDir
+from moexp.runtime.opening import opened_store, traced_demands
+from moexp.runtime.recording.files import ROUTING, read_recording
 from moexp.runtime.recording.recorder import Recorder
-from moexp.runtime.verifiers.sampling import Sampling
+from moexp.sim.replay import compare, replay
+from moexp.sim.validate import RESIDENT, complete_steps, machine_of, resident_fit
+from moexp.tables.budgets import budget_rows, write_budgets
+from moexp.tables.core.run import PROBE, read_json
+from moexp.target.load import Target, target_identity
 
-if TYPE_CHECKING:
-    from moexp.runtime.decoding.method import Method
-    from moexp.target.draft_expert import DraftExperts
-    from moexp.target.load import Target
-
+FOLDER = "cache-budgets"
 POLICIES = ("lru", "lfu", "least-stale", "static-hot")
-PERCENTS = (0, 10, 25, 50, 100)
+PERCENTS = (10, 25, 50, 100)
 DISK = find_platform("local-disk")
 
 
@@ -54,75 +61,64 @@ class Budget:
         )
 
 
-def all_budgets(percents: Sequence[int] = PERCENTS) -> list[Budget]:
-    """Budget 0 once, the others by every policy."""
-    kept = [Budget(policy, percent) for percent in percents if percent for policy in POLICIES]
-    return [Budget("none", 0), *kept] if 0 in percents else kept
+ALL = (Budget("none", 0), *(Budget(policy, percent) for percent in PERCENTS for policy in POLICIES))
+"""Budget 0 once, the others by every policy."""
 
 
-def measure_budgets(
-    target: Target,
-    experts: DraftExperts,
-    folder: Path,
-    budgets: Sequence[Budget],
-    *,
-    jobs: Sequence[Job],
-    methods: Sequence[Method],
-    sampling: Sampling,
-    max_new_tokens: int,
-    base: StoreSection,
-    draft_weights: Path,
-    threads: int,
-) -> None:
+def run_budgets(recipe: Recipe, prompts: int, tokens: int, results: Path = Path("results")) -> list[Path]:
+    """Measures what is missing, replays all of it, and writes `results/<recipe>/cache_budgets.*` and the figure.
+
+    Args:
+        prompts: decoded under every budget, of the bench's workloads in turn.
+        tokens: new ones a prompt.
+
+    Raises:
+        MoexpError: an earlier stage is missing, or the trace that static-hot needs.
+    """
+    base_folder = run_folder(recipe, None, "draftexpert")
+    folder = base_folder / FOLDER
+    with RunDir(base_folder, recipe):
+        setup = Setup.open(recipe)
+        if not (base_folder / RESIDENT / ROUTING).exists():
+            run_platform(setup, Platform(RESIDENT, "measured", "resident"), base_folder)
+        padded = setup.on(DISK)
+        demands = traced_demands(target_identity(padded.target.folder))
+        ar, *_, full = methods_of(recipe.decode, DISK, padded.target.spec.top_k)
+        measure_budgets(padded, padded.plan(padded.jobs(prompts, prompts), [ar, full], tokens), folder)
+    fit, probe, rows = resident_fit(base_folder / RESIDENT), read_json(folder / PROBE) or {}, []
+    for budget in ALL:
+        recording = read_recording(folder / budget.name)
+        simulated = replay(recording, machine_of(recording, fit, probe), demands)
+        rows += budget_rows(budget.policy, budget.percent, compare(complete_steps(folder / budget.name), simulated))
+    return write_budgets(results, recipe.name, rows, folder / ALL[0].name)
+
+
+def measure_budgets(setup: Setup, plan: RunPlan, folder: Path) -> None:
     """Decodes all jobs by all methods under all budgets, in turns, into `<folder>/<policy>-<percent>`.
 
     Args:
-        target: padded.
-        base: the recipe's store, for its number of threads.
-        draft_weights: folder of the draft experts.
-        threads: torch's, for the records.
+        setup: its target is padded.
     """
-    sections = {budget: budget.section(target, base.io_threads) for budget in budgets}
-    weights, begun = weights_hash(draft_weights), set[Budget]()
-    known = kept_probe(DISK, target, base, jobs[0], folder)
-    for place_of_job, job in enumerate(jobs):
-        for turn in range(len(budgets)):
-            budget = budgets[(place_of_job + turn) % len(budgets)]
-            section, place = sections[budget], folder / budget.name
-            settings = run_settings(
-                jobs,
-                methods,
-                max_new_tokens,
-                tag=DISK.tag,
-                target=target.fingerprint,
-                expert_width=target.spec.expert_width,
-                draft_experts=weights,
-                temperature=sampling.temperature,
-                threads=threads,
-                store=section.model_dump(mode="json"),
-            )
-            done = begin_run(place, settings)
-            missing = [method for method in methods if (job.request, method.label) not in done]
-            if not missing:
-                continue
-            if budget not in begun:
-                keep_provenance(place, sampling.seed)
+    known = folder_probe(DISK, setup, plan.jobs[0], folder)
+    begun = set[Budget]()
+    draft_hash = setup.draft_hash
+    for number, job in enumerate(plan.jobs):
+        first = number % len(ALL)
+        for budget in (*ALL[first:], *ALL[:first]):
+            section, part = budget.section(setup.target, setup.recipe.store.io_threads), folder / budget.name
+            settings = setup.settings(plan, DISK.tag, draft_experts=draft_hash, store=section.model_dump(mode="json"))
+            done = begin_run(part, settings)
+            missing = [method for method in plan.methods if (job.request, method.label) not in done]
+            if missing and budget not in begun:
+                add_provenance(part, plan.sampling.seed)
                 begun.add(budget)
-            for method in missing if place_of_job % 2 == 0 else missing[::-1]:
-                with opened_store(target, section) as store:
-                    info = recording_info(target, store, section, methods)
-                    done = begin_run(place, settings)
-                    with Recorder(place, info, done) as recorder:
-                        run_methods(
-                            PromptEngine(target, store, draft_experts=experts),
-                            [job],
-                            [method],
-                            sampling,
-                            folder=place,
-                            max_new_tokens=max_new_tokens,
-                            stop_ids=target.stop_ids,
-                            title=f"Budget {budget.name}",
-                            recorder=recorder,
-                        )
-                    sample_link(DISK, target, store, known, folder)
+            for method in missing if number % 2 == 0 else missing[::-1]:
+                one = replace(plan, jobs=[job], methods=[method], title=f"Budget {budget.name}")
+                with opened_store(setup.target, section) as store:
+                    info = recording_info(setup.target, store, section, plan.methods)
+                    engine = PromptEngine(setup.target, store, draft_experts=setup.experts)
+                    with Recorder(part, info, begin_run(part, settings)) as recorder:
+                        run_methods(engine, one, part, recorder=recorder)
+                    sample_link(DISK, setup.target, store, known, folder)
+                del engine, store
                 gc.collect()  # an engine and its store know each other: gigabytes

@@ -12,16 +12,17 @@ from collections.abc import Collection
 from pathlib import Path
 
 from moexp.base import atomic
-from moexp.base.compute import prepare
+from moexp.bench.ablation import run_ablation
 from moexp.bench.measure import measure_on
 from moexp.bench.platforms import Platform, find_platform
-from moexp.bench.runner import make_jobs, select_prompts, tuning_prompts
+from moexp.bench.setup import Setup
+from moexp.bench.turns import SLICE_S
 from moexp.config.decode import DecodeSection
 from moexp.config.locations import draft_folder
 from moexp.config.recipe import Recipe
 from moexp.config.run_folder import RunDir
 from moexp.runtime.decoding.method import Method
-from moexp.runtime.opening import method_of, sampling_of
+from moexp.runtime.opening import method_of
 from moexp.tables.draftexpert.labels import (
     ABLATION,
     AR,
@@ -35,12 +36,12 @@ from moexp.tables.draftexpert.labels import (
     TOP_R,
     TRUNCATED,
 )
-from moexp.target.draft_expert import DraftExperts, read_header
-from moexp.target.load import Target, target_identity
-from moexp.target.opening import find_target, open_draft_experts, open_target
-from moexp.target.weights import weight_sizes
+from moexp.target.draft_expert import read_header
+from moexp.target.load import target_identity
+from moexp.target.opening import find_target
+from moexp.target.pack_format import weight_sizes
 
-TIMED, COUNTED, TRAINED = (2, 3, 4), (3,), (5,)  # tables that need the platforms, the resident run, the ablation
+TIMED, COUNTED, TRAINED = {2, 3, 4}, {3}, {5}  # tables that need the platforms, the resident run, the ablation
 
 
 def run_draftexpert(recipe: Recipe, tables: Collection[int], folder: Path) -> None:
@@ -50,35 +51,28 @@ def run_draftexpert(recipe: Recipe, tables: Collection[int], folder: Path) -> No
         MoexpError: an unknown platform, or an earlier stage is missing.
     """
     platforms = [find_platform(name) for name in recipe.bench.platforms]
-    if set(tables) - {6}:
-        with RunDir(folder, recipe):
-            measure(recipe, tables, platforms, folder)
+    wanted = set(tables)
+    if not wanted - {6}:
+        return
+    with RunDir(folder, recipe):
+        setup = Setup.open(recipe)
+        describe(setup, folder)
+        if wanted & COUNTED:
+            run_platform(setup, Platform(RESIDENT, "measured", "resident"), folder)
+        for platform in platforms if wanted & TIMED else ():
+            run_platform(setup.on(platform), platform, folder)
+            gc.collect()
+        if wanted & TRAINED:
+            run_ablation(setup, folder / ABLATION)
 
 
-def measure(recipe: Recipe, tables: Collection[int], platforms: list[Platform], folder: Path) -> None:
-    """Runs what the tables need and the folder does not hold yet."""
-    threads = prepare(recipe.threads)
-    target = open_target(recipe)
-    experts = open_draft_experts(recipe, target)
-    describe(recipe, target, folder)
-    if set(tables) & {*TIMED, *COUNTED}:
-        if set(tables) & set(COUNTED):
-            run_platform(recipe, Platform(RESIDENT, "measured", "resident"), target, experts, folder, threads)
-        for platform in platforms:
-            run_on(recipe, platform, target, experts, folder, threads)
-    if set(tables) & set(TRAINED):
-        from moexp.bench.ablation import run_ablation
-
-        run_ablation(recipe, target, folder / ABLATION, threads)
-
-
-def describe(recipe: Recipe, target: Target, folder: Path) -> None:
+def describe(setup: Setup, folder: Path) -> None:
     """Keeps what the tables need to know of the target and its draft experts."""
-    spec, header = target.spec, read_header(draft_folder(recipe))
+    recipe, target, spec = setup.recipe, setup.target, setup.target.spec
     folders = [target.folder]
     if any(find_platform(name).padded for name in recipe.bench.platforms):
         folders.append(find_target(recipe, padded=True))
-    kept = {
+    facts = {
         "name": recipe.name,
         "fingerprint": target_identity(target.folder),
         "platforms": list(recipe.bench.platforms),
@@ -86,11 +80,11 @@ def describe(recipe: Recipe, target: Target, folder: Path) -> None:
         "num_experts": spec.num_experts,
         "moe_layers": len(spec.moe_layers),
         "num_shared": spec.num_shared,
-        "weights": [weight_sizes(place) for place in dict.fromkeys(folders)],
+        "weights": [weight_sizes(each) for each in dict.fromkeys(folders)],
     }
-    atomic.write_json(folder / TARGET, kept)
-    metrics = {key: header.get(key) for key in ("metrics", "training", "width")}
-    atomic.write_json(folder / DRAFT_METRICS, metrics)
+    atomic.write_json(folder / TARGET, facts)
+    header = read_header(draft_folder(recipe))
+    atomic.write_json(folder / DRAFT_METRICS, {key: header.get(key) for key in ("metrics", "training", "width")})
 
 
 def methods_of(decode: DecodeSection, platform: Platform, top_k: int) -> list[Method]:
@@ -114,39 +108,21 @@ def methods_of(decode: DecodeSection, platform: Platform, top_k: int) -> list[Me
     ]
 
 
-def run_on(
-    recipe: Recipe, platform: Platform, target: Target, experts: DraftExperts, folder: Path, threads: int
-) -> None:
-    """`run_platform` on the padded copy of the target where the platform asks for it."""
-    if platform.padded and find_target(recipe, padded=True) != target.folder:
-        target = open_target(recipe, padded=True)
-    run_platform(recipe, platform, target, experts, folder, threads)
-    gc.collect()
-
-
-def run_platform(
-    recipe: Recipe, platform: Platform, target: Target, experts: DraftExperts, folder: Path, threads: int
-) -> None:
+def run_platform(setup: Setup, platform: Platform, folder: Path) -> None:
     """All methods of a platform, interleaved over its prompts, into `<folder>/<platform>`."""
-    bench, place = recipe.bench, folder / platform.name
-    most = {"resident": bench.resident_prompts}.get(
-        platform.kind, bench.paced_prompts if platform.paced else bench.local_disk_prompts
+    bench = setup.recipe.bench
+    prompts, tokens = bench.local_disk_prompts, bench.max_new_tokens
+    if platform.kind == "resident":
+        prompts = bench.resident_prompts
+    elif platform.paced:
+        prompts, tokens = bench.paced_prompts, min(tokens, bench.paced_new_tokens)
+    plan = setup.plan(
+        setup.jobs(min(prompts, bench.prompts_per_workload)),
+        methods_of(setup.recipe.decode, platform, setup.target.spec.top_k),
+        tokens,
+        title=f"Bench {platform.name}",
+        warmup=setup.tuning_jobs(bench.warmup_prompts),
+        slice_s=SLICE_S,
     )
-    jobs = make_jobs(select_prompts(bench.workloads, min(most, bench.prompts_per_workload)), target.tokenizer)
-    warmup = make_jobs(tuning_prompts(bench.warmup_prompts), target.tokenizer)
-    tokens = min(bench.max_new_tokens, bench.paced_new_tokens) if platform.paced else bench.max_new_tokens
-    measure_on(
-        platform,
-        target,
-        experts,
-        place,
-        jobs=jobs,
-        methods=methods_of(recipe.decode, platform, target.spec.top_k),
-        sampling=sampling_of(recipe.decode, recipe.seed),
-        max_new_tokens=tokens,
-        warmup=warmup,
-        base=recipe.store,
-        draft_weights=draft_folder(recipe),
-        threads=threads,
-        minutes=bench.part_minutes and bench.part_minutes / (2 if platform.paced else 1),
-    )
+    minutes = bench.part_minutes and bench.part_minutes / (2 if platform.paced else 1)
+    measure_on(setup, platform, plan, folder / platform.name, minutes=minutes)

@@ -13,14 +13,16 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from moexp.base import atomic
-from moexp.base.compute import prepare
 from moexp.base.errors import MoexpError
+from moexp.bench.engine import PromptEngine
+from moexp.bench.folder import settled_tokens
 from moexp.bench.measure import measure_on
 from moexp.bench.platforms import IN_MEMORY, Platform, find_platform
-from moexp.bench.runner import PromptEngine, kept_tokens, make_jobs, select_prompts, tuning_prompts
+from moexp.bench.setup import Setup
 from moexp.bench.turns import SLICE_S
+from moexp.config.bench import EcoSpecSection
 from moexp.config.decode import StoreSection
-from moexp.config.locations import draft_folder, head_folder, predictor_folder, with_head
+from moexp.config.locations import head_folder, predictor_folder, with_head
 from moexp.config.recipe import Recipe
 from moexp.config.run_folder import RunDir
 from moexp.runtime.decoding.method import HEAD, Method, TreePlan
@@ -47,7 +49,7 @@ from moexp.tables.ecospec.data import (
     parts_of,
 )
 from moexp.target.load import Target, target_identity
-from moexp.target.opening import find_target, open_draft_experts, open_draft_head, open_target
+from moexp.target.opening import find_target, open_draft_head
 
 HEADS = {"eagle3": "EAGLE-3", "mtp": "MTP", "gto": "GTO"}
 ON_DISK = "local-disk"
@@ -60,40 +62,35 @@ def run_ecospec(recipe: Recipe, tables: Collection[int], folder: Path) -> None:
     Raises:
         MoexpError: no head or no predictor is trained.
     """
-    threads = prepare(recipe.threads)
-    target = open_target(recipe, padded=True)
+    setup = Setup.open(recipe, padded=True)
     heads = trained_heads(recipe)
-    with RunDir(folder, recipe):
-        _describe(recipe, target, folder)
-        with ExitStack() as stack:
-            bench = _Bench(recipe, target, heads, folder, threads, stack)
-            for platform in recipe.ecospec.platforms:
-                if platform == ON_DISK:
-                    bench.run(find_platform(ON_DISK), T0, main_methods(recipe, heads), 0.0)
-                else:
-                    _run_all(bench, recipe, heads, set(tables))
+    with RunDir(folder, recipe), ExitStack() as stack:
+        _describe(recipe, setup.target, folder)
+        bench = _Bench(setup, heads, folder, stack)
+        for platform in recipe.ecospec.platforms:
+            if platform == ON_DISK:
+                bench.run(find_platform(ON_DISK), T0, main_methods(recipe, heads), 0.0)
+            else:
+                _run_in_memory(bench, heads, set(tables))
 
 
-def _run_all(bench: _Bench, recipe: Recipe, heads: Collection[str], tables: set[int]) -> None:
+def _run_in_memory(bench: _Bench, heads: Collection[str], tables: set[int]) -> None:
     """Both temperatures and the sweeps, with experts in memory."""
-    section = recipe.ecospec
+    recipe, section = bench.setup.recipe, bench.setup.recipe.ecospec
     for temperature in section.temperatures:
         if temperature == 0.0:
             bench.run(IN_MEMORY, T0, main_methods(recipe, heads) + sweep_methods(recipe, heads), 0.0)
         elif tables & {1}:
-            bench.run(
-                IN_MEMORY, T1 if temperature == 1.0 else f"t{temperature:g}", main_methods(recipe, heads), temperature
-            )
+            part = T1 if temperature == 1.0 else f"t{temperature:g}"
+            bench.run(IN_MEMORY, part, main_methods(recipe, heads), temperature)
     if tables & {11, 12} and SWEEP_HEAD in heads:
         for gamma in section.gamma_sweep:
             if gamma != section.gamma:
-                methods = [Method(name=AR), *_pair(recipe, SWEEP_HEAD, gamma)]
-                bench.run(IN_MEMORY, f"{GAMMA}{gamma}", methods, 0.0)
+                bench.run(IN_MEMORY, f"{GAMMA}{gamma}", [Method(name=AR), *_pair(recipe, SWEEP_HEAD, gamma)], 0.0)
     if tables & {6, 7, 8} and SWEEP_HEAD in heads:
         for size in section.batch_sweep:
-            bench.run(
-                IN_MEMORY, f"{BATCH}{size}", [Method(name=AR), *_pair(recipe, SWEEP_HEAD, section.gamma)], 0.0, size
-            )
+            methods = [Method(name=AR), *_pair(recipe, SWEEP_HEAD, section.gamma)]
+            bench.run(IN_MEMORY, f"{BATCH}{size}", methods, 0.0, size)
 
 
 def trained_heads(recipe: Recipe) -> list[str]:
@@ -104,25 +101,23 @@ def trained_heads(recipe: Recipe) -> list[str]:
     """
     if recipe.paths.head is not None:
         return [recipe.head.kind]
-    found = [kind for kind in HEADS if head_folder(with_head(recipe, kind)).exists()]
-    if not found:
+    trained = [kind for kind in HEADS if head_folder(with_head(recipe, kind)).exists()]
+    if not trained:
         raise MoexpError(
             "no draft head is trained", where=str(head_folder(recipe)), valid="run: moexp train-drafter --recipe ..."
         )
-    return found
+    return trained
 
 
 def main_methods(recipe: Recipe, heads: Collection[str]) -> list[Method]:
     """AR, and each drafter by confidence and by marginal cost."""
     section = recipe.ecospec
-    methods = [Method(name=AR)]
-    for kind in heads:
-        methods += _pair(recipe, kind, section.gamma)
-    methods += [
-        _tree(recipe, "draft-expert", DRAFT_EXPERT, "", "confidence", "none", section.gamma),
-        _tree(recipe, "draft-expert", DRAFT_EXPERT, ECOSPEC, "marginal-cost", "draft-router", section.gamma),
+    return [
+        Method(name=AR),
+        *(method for kind in heads for method in _pair(recipe, kind, section.gamma)),
+        _tree(section, "draft-expert", method_name(DRAFT_EXPERT, ""), "confidence", "none"),
+        _tree(section, "draft-expert", method_name(DRAFT_EXPERT, ECOSPEC), "marginal-cost", "draft-router"),
     ]
-    return methods
 
 
 def sweep_methods(recipe: Recipe, heads: Collection[str]) -> list[Method]:
@@ -132,106 +127,98 @@ def sweep_methods(recipe: Recipe, heads: Collection[str]) -> list[Method]:
     section = recipe.ecospec
     if SWEEP_HEAD not in heads:
         return []
-    name = HEADS[SWEEP_HEAD]
     rules = [
-        _tree(recipe, HEAD, name, GLOBAL, "global-cost", "learned", section.gamma),
-        _tree(recipe, HEAD, name, ORACLE, "oracle", "oracle", section.gamma),
-        _tree(recipe, HEAD, name, CHEAPEST, "cheapest", "oracle", section.gamma),
+        (GLOBAL, "global-cost", "learned", section.epsilon),
+        (ORACLE, "oracle", "oracle", section.epsilon),
+        (CHEAPEST, "cheapest", "oracle", section.epsilon),
+        *((f"{ECOSPEC} {level}", "marginal-cost", f"learned {level}", section.epsilon) for level in levels(recipe)),
+        *((f"{EPSILON} {value:g}", "marginal-cost", "learned", value) for value in section.epsilon_sweep),
     ]
-    levels = [
-        _tree(recipe, HEAD, name, f"{ECOSPEC} {level}", "marginal-cost", f"learned {level}", section.gamma)
-        for level in kept_levels(recipe)
+    return [
+        _tree(section, HEAD, method_name(HEADS[SWEEP_HEAD], strategy), selector, predictor, epsilon=epsilon)
+        for strategy, selector, predictor, epsilon in rules
     ]
-    others = [
-        _tree(recipe, HEAD, name, f"{EPSILON} {value:g}", "marginal-cost", "learned", section.gamma, value)
-        for value in section.epsilon_sweep
-    ]
-    return rules + levels + others
 
 
 def _pair(recipe: Recipe, kind: str, gamma: int) -> list[Method]:
+    """A head by confidence and by marginal cost."""
     return [
-        _tree(recipe, HEAD, HEADS[kind], "", "confidence", "none", gamma),
-        _tree(recipe, HEAD, HEADS[kind], ECOSPEC, "marginal-cost", "learned", gamma),
+        _tree(recipe.ecospec, HEAD, method_name(HEADS[kind], ""), "confidence", "none", gamma=gamma),
+        _tree(recipe.ecospec, HEAD, method_name(HEADS[kind], ECOSPEC), "marginal-cost", "learned", gamma=gamma),
     ]
 
 
 def _tree(
-    recipe: Recipe,
+    section: EcoSpecSection,
     drafter: str,
     name: str,
-    strategy: str,
     selector: str,
     predictor: str,
-    gamma: int,
+    *,
+    gamma: int | None = None,
     epsilon: float | None = None,
 ) -> Method:
-    section = recipe.ecospec
+    """A drafter's trees with a selection; gamma and epsilon are the section's by default."""  # fmt: skip
     shape = TreeShape(section.steps, section.width, section.width)
+    gamma = section.gamma if gamma is None else gamma
     plan = TreePlan(shape, selector, gamma, section.epsilon if epsilon is None else epsilon, predictor)
-    return Method(drafter, tree=plan, name=method_name(name, strategy))
+    return Method(drafter, tree=plan, name=name)
 
 
 class _Bench:
     """Engines for all drafters, over a store with all experts in memory that all parts share, or over the disk's.
 
     Args:
+        setup: its target is padded.
         stack: closes the shared store.
     """
 
-    def __init__(
-        self, recipe: Recipe, target: Target, heads: Collection[str], folder: Path, threads: int, stack: ExitStack
-    ) -> None:
-        self.recipe, self.target, self.folder, self.threads, self.stack = recipe, target, folder, threads, stack
-        self.experts = open_draft_experts(recipe, target)
+    def __init__(self, setup: Setup, heads: Collection[str], folder: Path, stack: ExitStack) -> None:
+        recipe, target = setup.recipe, setup.target
+        self.setup, self.folder, self.stack = setup, folder, stack
         self.heads = {HEADS[kind]: open_draft_head(with_head(recipe, kind), target) for kind in heads}
         self.learned = {"learned": learned_predictor(recipe, target)}
-        for level in kept_levels(recipe):
+        for level in levels(recipe):
             self.learned[f"learned {level}"] = learned_predictor(recipe, target, level)
         self.in_memory: ResidentStore | None = None
         self.warm: Callable[[Method], PromptEngine] | None = None
-        self.share = 1.0  # of the new tokens asked for, that there is time for with experts in memory
+        self.share = 1.0  # of the new tokens in the recipe, that there is time for with experts in memory
 
-    def run(self, platform: Platform, place: str, methods: list[Method], temperature: float, batch: int = 1) -> None:
-        """Decodes all prompts by all methods into the platform's part `place`; of a batch run, one full batch."""
-        recipe, section = self.recipe, self.recipe.ecospec
-        workloads, limit = recipe.bench.workloads, None
-        on_disk = platform.name == ON_DISK
+    def run(self, platform: Platform, part: str, methods: list[Method], temperature: float, batch: int = 1) -> None:
+        """Decodes all prompts by all methods into the platform's part; of a batch run, one full batch."""
+        setup, section = self.setup, self.setup.recipe.ecospec
+        on_disk, limit = platform.name == ON_DISK, None
         prompts = section.disk_prompts if on_disk else section.prompts
         tokens = section.disk_new_tokens if on_disk else section.max_new_tokens
-        if place.startswith(BATCH):
+        if part.startswith(BATCH):
             limit, tokens = max(section.batch_sweep), section.batch_new_tokens
-            prompts = -(-limit // len(workloads))
-        warmup = make_jobs(tuning_prompts(recipe.bench.warmup_prompts), self.target.tokenizer)
-        first = on_disk or place == T0  # of its kind: the ones that say how much there is time for
-        part = self.folder / platform.name / place
-        measure_on(
-            platform,
-            self.target,
-            self.experts,
-            part,
-            jobs=make_jobs(select_prompts(workloads, prompts)[:limit], self.target.tokenizer),
-            methods=methods,
-            sampling=Sampling(temperature=temperature, seed=recipe.seed),
-            max_new_tokens=tokens if first else max(1, round(tokens * self.share)),
-            minutes=section.part_minutes if first else None,
-            warmup=warmup if on_disk or self.warm is None else (),
-            base=recipe.store,
-            draft_weights=draft_folder(recipe),
-            threads=self.threads,
-            title=f"EcoSpec {platform.name} {place}",
+            prompts = -(-limit // len(setup.recipe.bench.workloads))
+        first = on_disk or part == T0  # of its kind: the ones that say how much there is time for
+        warm = on_disk or self.warm is None
+        plan = setup.plan(
+            setup.jobs(prompts, limit),
+            methods,
+            tokens if first else max(1, round(tokens * self.share)),
+            sampling=Sampling(temperature=temperature, seed=setup.recipe.seed),
+            title=f"EcoSpec {platform.name} {part}",
+            warmup=setup.tuning_jobs(setup.recipe.bench.warmup_prompts) if warm else (),
             batch=batch,
+            slice_s=SLICE_S if on_disk else None,  # in memory, all methods share one oracle
+        )
+        folder = self.folder / platform.name / part
+        measure_on(
+            setup, platform, plan, folder,
+            minutes=section.part_minutes if first else None,
             engines=self._engines if on_disk else self._warm_engines,
             store=None if on_disk else self._memory,
-            slice_s=SLICE_S if on_disk else None,  # in memory, an oracle is shared by whoever decodes
-        )
+        )  # fmt: skip
         if first and not on_disk:
-            self.share = (kept_tokens(part) or tokens) / tokens
+            self.share = (settled_tokens(folder) or tokens) / tokens
 
     def _memory(self) -> ResidentStore:
         """The shared store, opened when it is first needed."""
         if self.in_memory is None:
-            opened = self.stack.enter_context(opened_store(self.target, StoreSection(kind="resident")))
+            opened = self.stack.enter_context(opened_store(self.setup.target, StoreSection(kind="resident")))
             assert isinstance(opened, ResidentStore)
             self.in_memory = opened
         return self.in_memory
@@ -240,7 +227,7 @@ class _Bench:
         """Engines over the shared store: made once, warmed up by the first part that runs."""
         if self.warm is None:
             # The oracle's demands must not be counted in the records: the same weights under counters of its own.
-            oracle = PromptEngine(self.target, ResidentStore(self._memory().weights))
+            oracle = PromptEngine(self.setup.target, ResidentStore(self._memory().weights))
             self.warm = self._engines(store, {"oracle": lambda: OraclePredictor({}, oracle)})
         return self.warm
 
@@ -251,9 +238,9 @@ class _Bench:
         each engine has its own cache to fill.
         """
         predictors = {**self.learned, **(others or {})}
-        plain = PromptEngine(self.target, store, draft_experts=self.experts, predictors=predictors)
+        plain = PromptEngine(self.setup.target, store, draft_experts=self.setup.experts, predictors=predictors)
         by_head = {
-            name: PromptEngine(self.target, store, draft_head=head, predictors=predictors)
+            name: PromptEngine(self.setup.target, store, draft_head=head, predictors=predictors)
             for name, head in self.heads.items()
         }
         for engine in (plain, *by_head.values()):
@@ -265,8 +252,8 @@ class _Bench:
         return engine_of
 
 
-def kept_levels(recipe: Recipe) -> list[str]:
-    """Checkpoints of the predictor that were kept on the way to its last."""
+def levels(recipe: Recipe) -> list[str]:
+    """Checkpoints of the predictor that were saved on the way to its last."""
     return sorted(path.name for path in predictor_folder(recipe).glob("near-*") if path.is_dir())
 
 

@@ -6,24 +6,16 @@ and any difference is a failure. Where it does not, rounding differs with the bl
 where the target itself is all but undecided: tier 2, always reported as such with the gap; a difference above the
 gap is a failure.
 
-Shape suffixes: T rows of a block, B emitted positions, H input width, V vocabulary, N heads, K keys, D head dimension.
+Shape suffixes: B emitted positions, V vocabulary.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from moexp.runtime.decoding.cycle import Cycle
 from moexp.runtime.decoding.decode import LogitsDigest
-from moexp.runtime.engine.linear import make_linear
-from moexp.target.load import Target
 
 
 @dataclass
@@ -73,28 +65,27 @@ class Outcome:
     apart: list[Mismatch] = field(default_factory=list)
     wrong: int = 0
 
-    def add(self, prompt: str, ar: RowLog, made: RowLog) -> None:
+    def add(self, prompt: str, ar: RowLog, answer: RowLog) -> None:
         """Compares one request."""
         self.prompts += 1
-        self.tokens += len(made.tokens)
-        pairs = itertools.zip_longest(ar.tokens, made.tokens)
-        for position, (wanted, found) in enumerate(pairs):
-            if wanted is None or found is None:  # one of them went on
+        self.tokens += len(answer.tokens)
+        for position, (wanted, token) in enumerate(itertools.zip_longest(ar.tokens, answer.tokens)):
+            if wanted is None or token is None:  # one of them went on
                 self._part(Mismatch(prompt, position, None), wrong=True)
                 return
             self.rows += 1
-            place = Mismatch(prompt, position, ar.gaps[position])
-            same = ar.digest.rows[position] == made.digest.rows[position]
+            here = Mismatch(prompt, position, ar.gaps[position])
+            same = ar.digest.rows[position] == answer.digest.rows[position]
             if not same:
                 self.differing += 1
-                self.first = self.first or place
-            if wanted != found:
-                self._part(place, wrong=same)
+                self.first = self.first or here
+            if wanted != token:
+                self._part(here, wrong=same)
                 return
 
-    def _part(self, place: Mismatch, *, wrong: bool) -> None:
-        self.first = self.first or place
-        self.apart.append(place)
+    def _part(self, mismatch: Mismatch, *, wrong: bool) -> None:
+        self.first = self.first or mismatch
+        self.apart.append(mismatch)
         self.wrong += wrong
 
     def tier(self, row_invariant: bool, near_tie_gap: float) -> int | None:
@@ -103,7 +94,7 @@ class Outcome:
             return 1
         if row_invariant or self.wrong:
             return None
-        near_ties = [place.gap is not None and place.gap < near_tie_gap for place in self.apart]
+        near_ties = [one.gap is not None and one.gap < near_tie_gap for one in self.apart]
         return 2 if all(near_ties) else None
 
 
@@ -121,50 +112,3 @@ class Gate:
     @property
     def passed(self) -> bool:
         return all(self.tier(outcome) is not None for outcome in self.outcomes)
-
-
-# --- the backend ---
-
-
-def row_invariant(target: Target, *, block: int = 8, keys: int = 512, draws: int = 4) -> bool:
-    """Whether a row of a block gets the same bits wherever it stands and whatever stands beside it.
-
-    Probed with the target's own matrices and attention shapes on random input, apart from all code that is being
-    tested.
-    """
-    generator = torch.Generator().manual_seed(0)
-    spec, dtype = target.spec, target.dtype
-    model: Any = target.model
-    weights = [model.get_output_embeddings().weight, *_first_matrices(model)]
-    heads = spec.num_heads
-    for _ in range(draws):
-        for weight in weights:
-            linear = make_linear(weight, rows=block, pack=True)
-            x_TH = torch.randn(block, weight.shape[1], generator=generator).to(dtype)
-            if not _same_rows(linear, x_TH, generator):
-                return False
-        keys_NKD = torch.randn(heads, keys, 16, generator=generator).to(dtype)
-
-        def attend(x_TND: Tensor, keys_NKD: Tensor = keys_NKD) -> Tensor:
-            out = F.scaled_dot_product_attention(x_TND.transpose(0, 1)[None], keys_NKD[None], keys_NKD[None])
-            return out[0].transpose(0, 1)
-
-        if not _same_rows(attend, torch.randn(block, heads, 16, generator=generator).to(dtype), generator):
-            return False
-    return True
-
-
-def _first_matrices(model: Any) -> list[Tensor]:
-    """Attention and feed-forward matrices of the first layer."""
-    return [module.weight for module in model.model.layers[0].modules() if isinstance(module, torch.nn.Linear)]
-
-
-@torch.no_grad()
-def _same_rows(function: Callable[[Tensor], Tensor], x_T: Tensor, generator: torch.Generator) -> bool:
-    """Moves the rows to other places, and replaces all but one of them: each must keep its bits."""
-    y_T = function(x_T)
-    order = torch.randperm(len(x_T), generator=generator)
-    if not torch.equal(function(x_T[order]), y_T[order]):
-        return False
-    alone_T = x_T[:1].expand_as(x_T).contiguous()
-    return torch.equal(function(alone_T)[0], y_T[0])

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
-import io
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moexp.base import atomic
 from moexp.base.progress import stage
-from moexp.bench.exactness import Gate, Outcome, RowLog, row_invariant
-from moexp.bench.runner import PromptEngine
+from moexp.bench.engine import PromptEngine
+from moexp.bench.exactness import Gate, Outcome, RowLog
+from moexp.bench.row_invariance import row_invariant
 from moexp.config import locations
 from moexp.config.decode import StoreSection
 from moexp.config.recipe import Recipe
@@ -27,12 +25,12 @@ from moexp.runtime.engine.engine import Engine
 from moexp.runtime.opening import method_of, opened_engine, opened_store, predictors_of
 from moexp.runtime.selectors.confidence_expansion import POLICIES
 from moexp.runtime.verifiers.sampling import Sampling
+from moexp.tables.gate import JSON
 from moexp.target.draft_expert import HEADER, WEIGHTS
 from moexp.target.load import Target, checkpoint_fingerprint, read_config
 from moexp.target.opening import find_target, head_fingerprint, open_draft_experts, open_draft_head, open_target
 from moexp.target.spec import MoESpec
 
-CSV, JSON = "eval.csv", "eval.json"
 FRESH = "ar, fresh engine"  # the control: AR against AR
 
 
@@ -54,20 +52,19 @@ def gate_methods(recipe: Recipe, drafts: bool, top_k: int) -> tuple[Method, ...]
     """
     section = recipe.decode
     common: dict[str, Any] = {"max_draft": section.max_draft, "tau": section.tau, "budget": section.budget}
-    methods = [Method("target", **common)]
-    for r in range(1, min(3, top_k) + 1):
-        for place, policy in enumerate(POLICIES):
-            methods.append(Method("top-r", r=r, policy=policy, prefetch=(r + place) % 2 == 0, **common))
-    if drafts:
-        methods += [
-            Method("draft-expert", policy=policy, prefetch=prefetch, **common)
-            for policy in POLICIES
-            for prefetch in (False, True)
-        ]
-    methods.append(Method("top-r", tree=TreePlan(selector="confidence", predictor="none")))
-    if drafts:
-        methods.append(Method("draft-expert", prefetch=True, tree=TreePlan()))
-    return tuple(methods)
+    top_r = [
+        Method("top-r", r=r, policy=policy, prefetch=(r + number) % 2 == 0, **common)
+        for r in range(1, min(3, top_k) + 1)
+        for number, policy in enumerate(POLICIES)
+    ]
+    draft_experts = [
+        Method("draft-expert", policy=policy, prefetch=prefetch, **common)
+        for policy in POLICIES
+        for prefetch in (False, True)
+    ]
+    trees = [Method("top-r", tree=TreePlan(selector="confidence", predictor="none"))]
+    trees += [Method("draft-expert", prefetch=True, tree=TreePlan())] if drafts else []
+    return (Method("target", **common), *top_r, *(draft_experts if drafts else []), *trees)
 
 
 def run_gate(recipe: Recipe, *, tokens: int | None = None) -> Gate:
@@ -127,49 +124,45 @@ def _top_k(recipe: Recipe) -> int:
 
 
 def _run_setting(
-    recipe: Recipe,
-    target: Target,
-    trained: dict[str, Any],
-    setting: Setting,
-    dtype: str,
-    share: int | None,
+    recipe: Recipe, target: Target, trained: dict[str, Any], setting: Setting, dtype: str, share: int | None
 ) -> list[Outcome]:
+    """Compares the setting's methods with AR, prompt by prompt; with a share, until each has so many tokens."""
     store = store_for(setting.store, target)
     name = "padded" if setting.padded else "plain"
     labels = [*([FRESH] if setting.control else []), *(method.label for method in setting.methods)]
     outcomes = [Outcome(dtype, store.kind, name, label) for label in labels]
     prompts = gate_prompts(recipe, everything=share is not None)
     length = recipe.eval.max_new_tokens if share is None else max(recipe.eval.max_new_tokens, -(-share // len(prompts)))
+    total = None if share else len(prompts) * (1 + len(labels))
     with ExitStack() as stack:
-        # Prefill is the same for all methods: theirs is AR's, kept, and only the fresh engine makes its own.
+        # Prefill is the same for all methods, so they share AR's; only the fresh engine computes its own.
         engine = PromptEngine(target, stack.enter_context(opened_store(target, store)), **trained)
+        runs: list[tuple[Engine, Method]] = [(engine, method) for method in (Method(), *setting.methods)]
         if setting.control:
-            fresh = stack.enter_context(opened_engine(target, store, **trained))
-        advance = stack.enter_context(
-            stage(f"{dtype}, {store.kind}, {name}", None if share else len(prompts) * (1 + len(labels)))
-        )
+            runs.insert(1, (stack.enter_context(opened_engine(target, store, **trained)), Method()))
+        advance = stack.enter_context(stage(f"{dtype}, {store.kind}, {name}", total))
         done = itertools.count(1)
         for prompt in prompts:
             ids = render_chat(target.tokenizer, prompt)
-
-            def run(engine: Engine, method: Method, ids: Sequence[int] = ids) -> RowLog:
-                log = RowLog()
-                _, request = decode_all(
-                    engine, ids, method, Sampling(), max_new_tokens=length, stop_ids=target.stop_ids, on_cycle=log
-                )
-                log.tokens = request.tokens
+            logs = []
+            for chosen, method in runs:
+                logs.append(_answer(target, chosen, method, ids, length))
                 advance(next(done))
-                return log
-
-            ar = run(engine, Method())
-            rest = iter(outcomes)
-            if setting.control:
-                next(rest).add(prompt.id, ar, run(fresh, Method()))
-            for outcome, method in zip(rest, setting.methods, strict=True):
-                outcome.add(prompt.id, ar, run(engine, method))
+            for outcome, log in zip(outcomes, logs[1:], strict=True):
+                outcome.add(prompt.id, logs[0], log)
             if share is not None and min(outcome.tokens for outcome in outcomes) >= share:
                 break
     return outcomes
+
+
+def _answer(target: Target, engine: Engine, method: Method, ids: Sequence[int], length: int) -> RowLog:
+    """A method's greedy answer to a prompt."""
+    log = RowLog()
+    _, request = decode_all(
+        engine, ids, method, Sampling(), max_new_tokens=length, stop_ids=target.stop_ids, on_cycle=log
+    )
+    log.tokens = request.tokens
+    return log
 
 
 def store_for(section: StoreSection, target: Target) -> StoreSection:
@@ -187,9 +180,6 @@ def gate_prompts(recipe: Recipe, *, everything: bool = False) -> list[Prompt]:
     return turns if everything else turns[: recipe.eval.prompts]
 
 
-# --- results ---
-
-
 def gate_identity(recipe: Recipe) -> str:
     """A hash of all that the gate's result depends on: target, draft experts, head, and the recipe's sections."""
     folder = find_target(recipe)
@@ -204,51 +194,10 @@ def gate_identity(recipe: Recipe) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def write_gate(gate: Gate, folder: Path, identity: str, provenance: dict[str, Any]) -> list[Path]:
-    """Writes `eval.csv` and `eval.json`; returns both."""
-    rows = list(gate_rows(gate))
-    sink = io.StringIO()
-    writer = csv.DictWriter(sink, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    atomic.write_text(folder / CSV, sink.getvalue())
-    atomic.write_json(folder / JSON, {
-        "identity": identity,
-        "passed": gate.passed,
-        "row_invariant": gate.invariant,
-        "near_tie_gap": gate.near_tie_gap,
-        "outcomes": [asdict(outcome) | {"tier": gate.tier(outcome)} for outcome in gate.outcomes],
-        "provenance": provenance,
-    })  # fmt: skip
-    return [folder / CSV, folder / JSON]
-
-
-def gate_rows(gate: Gate) -> Iterator[dict[str, Any]]:
-    """The gate as a table; what does not exist is empty."""
-    for outcome in gate.outcomes:
-        tier, first = gate.tier(outcome), outcome.first
-        gap = None if first is None else first.gap
-        yield {
-            "dtype": outcome.dtype,
-            "store": outcome.store,
-            "target": outcome.target,
-            "method": outcome.method,
-            "prompts": outcome.prompts,
-            "tokens": outcome.tokens,
-            "logits_rows": outcome.rows,
-            "differing_rows": outcome.differing,
-            "requests_apart": len(outcome.apart),
-            "first_mismatch": "" if first is None else f"{first.prompt}:{first.position}",
-            "gap": "" if gap is None else f"{gap:.3g}",
-            "tier": "FAILED" if tier is None else tier,
-            "tag": "measured",
-        }
-
-
 def already_passed(folder: Path, identity: str) -> bool:
     """Whether the gate was passed with exactly this target, draft experts and recipe."""
     try:
-        found = json.loads((folder / JSON).read_text())
-        return bool(found["passed"]) and found["identity"] == identity
+        result = json.loads((folder / JSON).read_text())
+        return bool(result["passed"]) and result["identity"] == identity
     except (OSError, ValueError, KeyError, TypeError):
         return False

@@ -1,9 +1,8 @@
-"""One interleaved run on one platform: probe, store, engine, methods; everything that is kept goes to one folder."""
+"""One interleaved run on one platform: probe, store, engine, methods; all its records go to one folder."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -12,21 +11,13 @@ from typing import Any
 
 from moexp.base import atomic
 from moexp.base.progress import stage
-from moexp.base.provenance import collect_provenance
+from moexp.bench.engine import PromptEngine
+from moexp.bench.folder import add_provenance, begin_run, fitting_tokens, settle_tokens, settled_tokens
+from moexp.bench.jobs import Job, RunPlan
 from moexp.bench.platforms import Platform, probe, sample_bandwidth, store_section
 from moexp.bench.probing import RunProbe
-from moexp.bench.runner import (
-    Job,
-    PromptEngine,
-    begin_run,
-    fitting_tokens,
-    is_complete,
-    keep_tokens,
-    kept_tokens,
-    run_methods,
-    run_settings,
-)
-from moexp.bench.turns import SLICE_S
+from moexp.bench.runner import run_methods
+from moexp.bench.setup import Setup
 from moexp.config.decode import StoreSection
 from moexp.data.traces import RoutingGeometry
 from moexp.records import RequestRecord
@@ -35,107 +26,77 @@ from moexp.runtime.opening import opened_store
 from moexp.runtime.recording.files import RecordingInfo
 from moexp.runtime.recording.recorder import Recorder
 from moexp.runtime.store.store import ExpertStore
-from moexp.runtime.verifiers.sampling import Sampling
-from moexp.tables.core.run import PROBE, PROVENANCE, invocations, read_json
-from moexp.target.draft_expert import WEIGHTS, DraftExperts
+from moexp.tables.core.run import PROBE, read_json
 from moexp.target.load import Target
 
 
 def measure_on(
+    setup: Setup,
     platform: Platform,
-    target: Target,
-    experts: DraftExperts | None,
-    place: Path,
+    plan: RunPlan,
+    folder: Path,
     *,
-    jobs: Sequence[Job],
-    methods: Sequence[Method],
-    sampling: Sampling,
-    max_new_tokens: int,
-    warmup: Sequence[Job],
-    base: StoreSection,
-    draft_weights: Path | None,
-    threads: int,
-    title: str = "",
+    minutes: float | None = None,
     probed: dict[str, Any] | None = None,
     engines: Callable[[ExpertStore], Callable[[Method], PromptEngine]] | None = None,
-    batch: int = 1,
     store: Callable[[], ExpertStore] | None = None,
-    minutes: float | None = None,
-    slice_s: float | None = SLICE_S,
-) -> bool:
-    """Decodes all jobs by all methods on a platform into `place`; False where they are there already.
+) -> None:
+    """Decodes all jobs by all methods on a platform into `folder`, unless they are there already.
 
     Args:
-        target: padded, where the platform wants that.
-        warmup: decoded first, not counted.
-        base: the recipe's store, for its number of threads.
-        draft_weights: folder of the draft experts; None: none are used, or the folder `place` names them.
-        threads: torch's, for the records.
+        setup: its target is padded, where the platform wants that.
+        minutes: the run is to take, about: each prompt gets as many of the plan's tokens as the warm-up promises.
         probed: the platform's probe, if it is known; by default it is probed here, and the disk sampled and steps
             timed while the methods run.
         engines: gives each method its engine over the platform's store; by default one for all.
-        batch: jobs decoded together.
         store: gives an open one of the platform's kind; by default one is opened and closed here.
-        minutes: the run is to take, about: each prompt gets as many of `max_new_tokens` as the warm-up promises.
-        slice_s: of a method's turn on a prompt; None: each decodes its whole answer.
     """
-    settings = run_settings(
-        jobs,
-        methods,
-        max_new_tokens,
-        tag=platform.tag,
-        target=target.fingerprint,
-        expert_width=target.spec.expert_width,
-        draft_experts=None if draft_weights is None else weights_hash(draft_weights),
-        temperature=sampling.temperature,
-        threads=threads,
-        batch=batch,
+    settings = setup.settings(
+        plan,
+        platform.tag,
+        draft_experts=setup.draft_hash,
+        batch=plan.batch,
         ratio={"value": platform.ratio.value, "of": platform.ratio.of} if platform.ratio else None,
         minutes=minutes,
-        **({} if slice_s is None else {"slice_s": slice_s}),
+        **({} if plan.slice_s is None else {"slice_s": plan.slice_s}),
     )
-    done = begin_run(place, settings)
-    if is_complete(done, jobs, methods):
-        return False
-    keep_provenance(place, sampling.seed)
-    known = probed or kept_probe(platform, target, base, (*warmup, *jobs)[0], place)
-    link = known["bandwidth_bytes_s"][0] if platform.paced else None
-    settled = kept_tokens(place)
+    done = begin_run(folder, settings)
+    if plan.is_complete(done):
+        return
+    add_provenance(folder, plan.sampling.seed)
+    known = probed or folder_probe(platform, setup, (*plan.warmup, *plan.jobs)[0], folder)
+    section = store_section(platform, setup.recipe.store, known["bandwidth_bytes_s"][0] if platform.paced else None)
+    settled = settled_tokens(folder)
 
     def fit(warmed: Sequence[RequestRecord]) -> int:
         assert minutes is not None
-        return keep_tokens(place, fitting_tokens(warmed, len(jobs), 60 * minutes, max_new_tokens))
+        return settle_tokens(folder, fitting_tokens(warmed, len(plan.jobs), 60 * minutes, plan.max_new_tokens))
 
-    section = store_section(platform, base, link)
-    with ExitStack() as held:
-        opened = held.enter_context(opened_store(target, section)) if store is None else store()
-        info = recording_info(target, opened, section, methods)
-        recorder = held.enter_context(Recorder(place, info, done)) if batch == 1 else None
-        probing = None
-        timed = engines is None and probed is None and platform.kind != "resident"
-        if recorder is not None and timed and experts is not None:
-            text = jobs[0].prompt_ids
-            probing = held.enter_context(RunProbe(target, opened, experts, text, place, bursts=not platform.paced))
+    with ExitStack() as stack:
+        target, experts = setup.target, setup.experts
+        opened = stack.enter_context(opened_store(target, section)) if store is None else store()
+        recorder, hooks = None, dict[str, Any]()
+        if plan.batch == 1:
+            recorder = stack.enter_context(
+                Recorder(folder, recording_info(target, opened, section, plan.methods), done)
+            )
+            if engines is None and probed is None and platform.kind != "resident" and experts is not None:
+                text = plan.jobs[0].prompt_ids
+                probing = RunProbe(target, opened, experts, text, folder, bursts=not platform.paced)
+                hooks["between"] = stack.enter_context(probing)
+        if not probed:
+            hooks["after_prompt"] = lambda: sample_link(platform, target, opened, known, folder)
         run_methods(
             PromptEngine(target, opened, draft_experts=experts) if engines is None else engines(opened),
-            jobs,
-            methods,
-            sampling,
-            folder=place,
+            dataclasses.replace(
+                plan, max_new_tokens=settled or plan.max_new_tokens, warmup_tokens=2 if platform.paced else 8
+            ),
+            folder,
             done=done,
-            max_new_tokens=settled or max_new_tokens,
-            fit=fit if minutes is not None and settled is None else None,
-            stop_ids=target.stop_ids,
-            title=title or f"Bench {platform.name}",
-            warmup=warmup,
-            warmup_tokens=2 if platform.paced else 8,
-            batch=batch,
-            slice_s=slice_s,
             recorder=recorder,
-            after_prompt=lambda: None if probed else sample_link(platform, target, opened, known, place),
-            between=probing,
+            fit=fit if minutes is not None and settled is None else None,
+            **hooks,
         )
-    return True
 
 
 def recording_info(
@@ -162,31 +123,20 @@ def recording_info(
     )
 
 
-def sample_link(platform: Platform, target: Target, store: ExpertStore, probed: dict[str, Any], place: Path) -> None:
+def sample_link(platform: Platform, target: Target, store: ExpertStore, probed: dict[str, Any], folder: Path) -> None:
     """Adds a sample of the disk's bandwidth to the folder's probe; other links do not drift."""
     if platform.kind == "disk":
         probed["direct"] = bool(getattr(getattr(store, "source", None), "direct", False))
         samples = probed["bandwidth_bytes_s"]
         samples.append(sample_bandwidth(target, probed, seed=len(samples)))
-        atomic.write_json(place / PROBE, probed)
+        atomic.write_json(folder / PROBE, probed)
 
 
-def kept_probe(platform: Platform, target: Target, base: StoreSection, job: Job, place: Path) -> dict[str, Any]:
+def folder_probe(platform: Platform, setup: Setup, job: Job, folder: Path) -> dict[str, Any]:
     """The folder's probe, or a new one: a resumed run keeps the link that it began with."""
-    found = read_json(place / PROBE)
-    if found is None and platform.kind != "resident":
+    probed = read_json(folder / PROBE)
+    if probed is None and platform.kind != "resident":
         with stage(f"Probe {platform.name}", None):
-            found = probe(platform, target, base, job)
-        atomic.write_json(place / PROBE, found)
-    return found or {}
-
-
-def keep_provenance(place: Path, seed: int) -> None:
-    """Adds this invocation to those that had a part in the folder's records."""
-    atomic.write_json(place / PROVENANCE, {"invocations": [*invocations(place), collect_provenance(seed)]})
-
-
-def weights_hash(folder: Path) -> str:
-    """Which draft experts lie in a folder: sixteen hex digits over their weights."""
-    with open(folder / WEIGHTS, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+            probed = probe(platform, setup.target, setup.recipe.store, job)
+        atomic.write_json(folder / PROBE, probed)
+    return probed or {}

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from moexp.base.errors import MoexpError
-from moexp.bench.runner import Job, PromptEngine
+from moexp.bench.engine import PromptEngine
+from moexp.bench.jobs import Job
 from moexp.config.decode import PaceSection, StoreSection
 from moexp.metrics import ratio_from_draft_speedup
 from moexp.papers import load_paper

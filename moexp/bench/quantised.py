@@ -17,22 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moexp import metrics
-from moexp.base import atomic
 from moexp.base.compute import prepare
 from moexp.base.progress import stage
-from moexp.bench.measure import keep_provenance, kept_probe, sample_link
+from moexp.bench.engine import PromptEngine
+from moexp.bench.folder import add_provenance, begin_run
+from moexp.bench.jobs import Job
+from moexp.bench.measure import folder_probe, sample_link
 from moexp.bench.platforms import Platform, find_platform, store_section
-from moexp.bench.runner import (
-    Job,
-    PromptEngine,
-    begin_run,
-    is_complete,
-    make_jobs,
-    run_methods,
-    run_settings,
-    select_prompts,
-)
+from moexp.bench.runner import run_methods
+from moexp.bench.setup import Setup
 from moexp.config.decode import StoreSection
 from moexp.config.locations import artifact_path, draft_folder
 from moexp.config.recipe import Recipe
@@ -40,11 +33,10 @@ from moexp.config.run_folder import RunDir
 from moexp.learn.corpus.files import corpus_rows
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.engine.engine import VERIFY, Block, Engine
-from moexp.runtime.opening import method_of, opened_store, sampling_of
+from moexp.runtime.opening import method_of, opened_store
 from moexp.runtime.store.pack_writer import pack_checkpoint, pack_folder
-from moexp.tables.core.provenance import provenance_text
-from moexp.tables.core.run import Measured, load_measured
-from moexp.tables.core.table import Row, View, set_interval, text, text_of, to_csv, view_text
+from moexp.tables.core.run import load_measured
+from moexp.tables.quantised import write_quantised
 from moexp.target.draft_expert import HEADER
 from moexp.target.load import Target, load_target
 from moexp.target.opening import find_target, open_draft_experts
@@ -54,11 +46,6 @@ PRECISIONS = (STORED, "q8_0", "q4_0")
 MN = "paced-mn"
 LOSS_BLOCK = 64  # tokens a step
 HELD_OUT_ROWS = 24  # as many as a target's own table is measured on (learn/build.py)
-
-COLUMNS = ["target", "platform", "precision", "method", "tag", "prompts", "identical"]
-for _name in ("tokens_per_s", "speedup", "alpha", "bytes_per_token"):
-    COLUMNS += [_name, f"{_name}_lo", f"{_name}_hi"]
-COLUMNS += ["held_out_nats", "held_out_tokens"]
 
 
 def run_quantised(recipe: Recipe, *, out: Path | None = None, results: Path = Path("results")) -> list[Path]:
@@ -80,9 +67,10 @@ def run_quantised(recipe: Recipe, *, out: Path | None = None, results: Path = Pa
         loss = {name: _loss(run, recipe, name, target) for name, target in plain.items()}
         for platform in platforms:
             targets = open_precisions(recipe, padded=True) if platform.padded else plain
-            _measure(recipe, platform, targets, folder / platform.name, threads)
-    found = [measured for each in platforms if (measured := load_measured(folder / each.name)) is not None]
-    return _write(recipe, found, loss, results)
+            _measure(Setup(recipe, targets[STORED], None, threads), platform, targets, folder / platform.name)
+    runs = [measured for each in platforms if (measured := load_measured(folder / each.name)) is not None]
+    shown = {name: recipe.target.dtype if name == STORED else name.upper() for name in PRECISIONS}
+    return write_quantised(results, recipe.name, runs, shown, loss, recipe.bench.bootstrap_samples)
 
 
 def open_precisions(recipe: Recipe, *, padded: bool) -> dict[str, Target]:
@@ -90,12 +78,12 @@ def open_precisions(recipe: Recipe, *, padded: bool) -> dict[str, Target]:
     source = find_target(recipe, padded=padded)
     folders = {STORED: source}
     for quant in PRECISIONS[1:]:
-        place = pack_folder(recipe, quant)
+        folder = pack_folder(recipe, quant)
         if not padded and recipe.target.pad_expert_width is not None:
-            place = place.with_name(f"{place.name}-unpadded")
+            folder = folder.with_name(f"{folder.name}-unpadded")
         with stage(f"Pack experts ({quant})", None) as advance:
-            pack_checkpoint(source, place, quant, advance=advance)
-        folders[quant] = place
+            pack_checkpoint(source, folder, quant, advance=advance)
+        folders[quant] = folder
     dtype = getattr(torch, recipe.target.dtype)
     return {name: load_target(folder, dtype=dtype) for name, folder in folders.items()}
 
@@ -125,61 +113,60 @@ def held_out_rows(recipe: Recipe, target: Target) -> list[list[int]]:
         model: Any = None  # nothing is written
         rows_NL: Tensor = corpus_rows(section, model, target.tokenizer, Path(), author="dense", seed=recipe.seed)
         return [[int(token) for token in row] for row in rows_NL[:HELD_OUT_ROWS]]
-    return [list(job.prompt_ids) for job in _jobs(recipe, target)]
+    return [list(job.prompt_ids) for job in _jobs(Setup(recipe, target, None, 0))]
 
 
-def _jobs(recipe: Recipe, target: Target) -> list[Job]:
-    prompts = select_prompts(recipe.bench.workloads, recipe.bench.local_disk_prompts)
-    return make_jobs(prompts, target.tokenizer)
+def _jobs(setup: Setup) -> list[Job]:
+    return setup.jobs(setup.recipe.bench.local_disk_prompts)
 
 
 def _loss(run: RunDir, recipe: Recipe, name: str, target: Target) -> dict[str, Any]:
-    kept = run.result(f"loss-{name}", target.fingerprint)
-    if kept is None:
+    loss = run.result(f"loss-{name}", target.fingerprint)
+    if loss is None:
         with stage(f"Held-out loss ({name})", None):
             nats, tokens = held_out_loss(target, held_out_rows(recipe, target))
-        kept = {"nats": nats, "tokens": tokens}
-        run.mark_done(f"loss-{name}", target.fingerprint, kept)
-    return kept
+        loss = {"nats": nats, "tokens": tokens}
+        run.mark_done(f"loss-{name}", target.fingerprint, loss)
+    return loss
 
 
-def _measure(recipe: Recipe, platform: Platform, targets: dict[str, Target], place: Path, threads: int) -> None:
-    """All precisions and methods in turns, prompt by prompt, into `place`."""
-    source = targets[STORED]
-    jobs = _jobs(recipe, source)
-    methods = _methods(recipe)
-    tokens = recipe.bench.paced_new_tokens if platform.paced else recipe.bench.max_new_tokens
-    everyone = [method for method, _ in methods.values()]
-    fingerprints = {name: target.fingerprint for name, target in targets.items()}
-    done = begin_run(
-        place, run_settings(jobs, everyone, tokens, tag=platform.tag, targets=fingerprints, threads=threads)
+def _measure(setup: Setup, platform: Platform, targets: dict[str, Target], folder: Path) -> None:
+    """All precisions and methods in turns, prompt by prompt, into `folder`.
+
+    Args:
+        setup: of the target as stored.
+    """
+    recipe, bench = setup.recipe, setup.recipe.bench
+    jobs, methods = _jobs(setup), _methods(recipe)
+    plan = setup.plan(
+        jobs,
+        [method for method, _ in methods.values()],
+        bench.paced_new_tokens if platform.paced else bench.max_new_tokens,
+        title=f"Quantised {platform.name}",
+        warmup=jobs[:1],
+        warmup_tokens=2,
     )
-    if is_complete(done, jobs, everyone):
+    fingerprints = {name: target.fingerprint for name, target in targets.items()}
+    done = begin_run(folder, plan.settings(tag=platform.tag, targets=fingerprints, threads=setup.threads))
+    if plan.is_complete(done):
         return
-    keep_provenance(place, recipe.seed)
+    add_provenance(folder, recipe.seed)
     # The link is derived from the weights as stored, and is the same for all of them.
-    probed = kept_probe(platform, source, recipe.store, jobs[0], place)
+    probed = folder_probe(platform, setup, jobs[0], folder)
     section = store_section(platform, recipe.store, probed["bandwidth_bytes_s"][0] if platform.paced else None)
     drafted = (draft_folder(recipe) / HEADER).exists()
-    with ExitStack() as held:
+    with ExitStack() as stack:
         engines = {}
         for name, target in targets.items():
-            store = held.enter_context(opened_store(target, section))
+            store = stack.enter_context(opened_store(target, section))
             experts = open_draft_experts(recipe, target) if drafted else None
             engines[name] = PromptEngine(target, store, draft_experts=experts)
         run_methods(
             lambda method: engines[methods[method.label][1]],
-            jobs,
-            everyone,
-            sampling_of(recipe.decode, recipe.seed),
-            folder=place,
+            plan,
+            folder,
             done=done,
-            max_new_tokens=tokens,
-            stop_ids=source.stop_ids,
-            title=f"Quantised {platform.name}",
-            warmup=jobs[:1],
-            warmup_tokens=2,
-            after_prompt=lambda: sample_link(platform, source, engines[STORED].store, probed, place),
+            after_prompt=lambda: sample_link(platform, setup.target, engines[STORED].store, probed, folder),
         )
 
 
@@ -194,77 +181,3 @@ def _methods(recipe: Recipe) -> dict[str, tuple[Method, str]]:
             one = dataclasses.replace(method, name=f"{precision} {'ar' if method.is_ar else method.label}")
             named[one.label] = (one, precision)
     return named
-
-
-def _write(recipe: Recipe, found: list[Measured], loss: dict[str, dict[str, Any]], results: Path) -> list[Path]:
-    stored = {name: recipe.target.dtype if name == STORED else name.upper() for name in PRECISIONS}
-    rows = [row for measured in found for row in _rows(recipe, measured, loss, stored)]
-    path = results / recipe.name / "quantised.csv"
-    atomic.write_text(path, to_csv(COLUMNS, rows))
-    atomic.write_text(path.with_suffix(".md"), _markdown(recipe, found, rows))
-    return [path, path.with_suffix(".md")]
-
-
-def _rows(recipe: Recipe, measured: Measured, loss: dict[str, dict[str, Any]], stored: dict[str, str]) -> list[Row]:
-    samples = recipe.bench.bootstrap_samples
-    rows: list[Row] = []
-    for label, arms in measured.arms.items():
-        precision, method = label.split(" ", 1)
-        base = measured.arms[f"{precision} ar"]
-        common = sorted(arms.keys() & base.keys())
-        mine, theirs = [arms[key] for key in common], [base[key] for key in common]
-        same = sum(a.request.tokens == b.request.tokens for a, b in zip(mine, theirs, strict=True))
-        row: Row = {
-            "target": recipe.name,
-            "platform": measured.name,
-            "precision": stored[precision],
-            "method": method,
-            "tag": measured.tag,
-            "prompts": len(mine),
-            "identical": f"{same}/{len(mine)}",
-            "held_out_nats": loss[precision]["nats"],
-            "held_out_tokens": loss[precision]["tokens"],
-        }
-        rates = [metrics.tokens_per_s([arm.request]) for arm in mine]
-        set_interval(row, "tokens_per_s", metrics.bootstrap(rates, samples=samples))
-        pairs = list(zip(rates, [metrics.tokens_per_s([arm.request]) for arm in theirs], strict=True))
-        set_interval(row, "speedup", None if method == "ar" else metrics.bootstrap_quotient(pairs, samples=samples))
-        set_interval(row, "alpha", metrics.bootstrap([metrics.alpha(arm.steps) for arm in mine], samples=samples))
-        set_interval(
-            row,
-            "bytes_per_token",
-            metrics.bootstrap([metrics.bytes_per_token(arm.steps) for arm in mine], samples=samples),
-        )
-        rows.append(row)
-    order = list(stored.values())
-    return sorted(rows, key=lambda row: (order.index(str(row["precision"])), row["method"] != "ar"))
-
-
-def _markdown(recipe: Recipe, found: list[Measured], rows: list[Row]) -> str:
-    header = ["experts", "method", "MB/token", "tokens/s", "speedup", "alpha", "tokens of AR", "held-out nats"]
-    parts = [f"# Quantised experts of `{recipe.name}`"]
-    for measured in found:
-        shown = [
-            [
-                str(row["precision"]),
-                str(row["method"]),
-                text(float(row["bytes_per_token"] or 0) / 1e6, 1),
-                *(text_of(row, name) for name in ("tokens_per_s", "speedup", "alpha")),
-                str(row["identical"]),
-                text(row["held_out_nats"], 3),
-            ]
-            for row in rows
-            if row["platform"] == measured.name
-        ]
-        parts.append(view_text(View(f"{measured.name} ({measured.tag})", header, shown)))
-    tokens = rows[0]["held_out_tokens"] if rows else 0
-    parts += [
-        "Each precision is a target of its own: `speedup` is over its own AR, and `tokens of AR` counts the prompts "
-        "whose tokens are those of its own AR. Blocks are llama.cpp's, written by the `gguf` package and dequantised "
-        "when an expert arrives; MB/token are bytes as packed. All precisions share one link and take turns. Loss is "
-        f"of {tokens} tokens of held-out text.",
-    ]
-    runs = [run for measured in found for run in measured.provenance]
-    threads = found[-1].settings.get("threads") if found else None
-    parts.append(f"Provenance: {provenance_text(runs, threads=threads)}.")
-    return "\n\n".join(parts) + "\n"

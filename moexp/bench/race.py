@@ -11,11 +11,12 @@ import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from moexp.base.compute import prepare
 from moexp.base.errors import MoexpError
+from moexp.bench.engine import PromptEngine
 from moexp.bench.measure import measure_on
 from moexp.bench.platforms import IN_MEMORY, Platform, find_platform
-from moexp.bench.runner import PromptEngine, make_jobs, select_prompts, tuning_prompts
+from moexp.bench.setup import Setup
+from moexp.bench.turns import SLICE_S
 from moexp.config.locations import artifact_path, draft_folder, predictor_folder
 from moexp.config.recipe import Recipe
 from moexp.config.run_folder import RunDir
@@ -25,14 +26,7 @@ from moexp.runtime.store.store import ExpertStore
 from moexp.tables.core.run import load_measured
 from moexp.tables.race import AR, race_rows, write_race
 from moexp.target.load import Target
-from moexp.target.opening import (
-    find_head,
-    find_target,
-    head_fingerprint,
-    open_draft_experts,
-    open_draft_head,
-    open_target,
-)
+from moexp.target.opening import find_head, find_target, head_fingerprint, open_draft_experts, open_draft_head
 
 FOLDER = "races"
 
@@ -64,32 +58,24 @@ def run_race(
     """
     base = recipes[0]
     check_recipes(recipes)
-    place = find_place(platform, base)
-    threads = prepare(base.threads)
-    target = open_target(base, padded=place.padded)
+    on = race_platform(platform, base)
+    setup = Setup.open(base, padded=on.padded, drafts=False)
     methods = [Method(name=AR), *(dataclasses.replace(method_of(one.decode), name=one.name) for one in recipes)]
-    folder = artifact_path("races", base, "target", "store", "seed") / digest_of(recipes) / place.name
+    folder = artifact_path("races", base, "target", "store", "seed") / digest_of(recipes) / on.name
+    plan = setup.plan(
+        setup.jobs(prompts),
+        methods,
+        tokens,
+        title=f"Race on {on.name}",
+        warmup=setup.tuning_jobs(base.bench.warmup_prompts),
+        slice_s=SLICE_S,
+    )
     with RunDir(folder, base):
-        measure_on(
-            place,
-            target,
-            None,
-            folder,
-            jobs=make_jobs(select_prompts(base.bench.workloads, prompts), target.tokenizer),
-            methods=methods,
-            sampling=sampling_of(base.decode, base.seed),
-            max_new_tokens=tokens,
-            warmup=make_jobs(tuning_prompts(base.bench.warmup_prompts), target.tokenizer),
-            base=base.store,
-            draft_weights=None,
-            threads=threads,
-            title=f"Race on {place.name}",
-            engines=lambda store: engines(recipes, target, store),
-        )
-    found = load_measured(folder)
-    assert found is not None
-    rows = race_rows(base.name, found, methods, target.spec.top_k, base.bench.bootstrap_samples)
-    return write_race(results / base.name / FOLDER, name, found, rows)
+        measure_on(setup, on, plan, folder, engines=lambda store: engines(recipes, setup.target, store))
+    measured = load_measured(folder)
+    assert measured is not None
+    rows = race_rows(base.name, measured, methods, setup.target.spec.top_k, base.bench.bootstrap_samples)
+    return write_race(results / base.name / FOLDER, name, measured, rows)
 
 
 def check_recipes(recipes: Sequence[Recipe]) -> None:
@@ -100,8 +86,8 @@ def check_recipes(recipes: Sequence[Recipe]) -> None:
     """
     base = recipes[0]
     names = [one.name for one in recipes]
-    for place, one in enumerate(recipes):
-        if one.name in (AR, *names[:place]):
+    for number, one in enumerate(recipes):
+        if one.name in (AR, *names[:number]):
             raise MoexpError(f"two methods called {one.name}", where="moexp race", valid="recipes of different names")
         if find_target(one) != find_target(base):
             where = f"{one.name}: {find_target(one)}"
@@ -111,7 +97,7 @@ def check_recipes(recipes: Sequence[Recipe]) -> None:
             raise MoexpError("another sampling than the first recipe's", where=one.name, valid=str(wanted))
 
 
-def find_place(name: str | None, base: Recipe) -> Platform:
+def race_platform(name: str | None, base: Recipe) -> Platform:
     """The platform to race on.
 
     Raises:
@@ -154,19 +140,19 @@ def digest_of(recipes: Sequence[Recipe]) -> str:
 
 
 def engines(recipes: Sequence[Recipe], target: Target, store: ExpertStore) -> Callable[[Method], PromptEngine]:
-    """One engine for each set of trained parts, and one without any for AR and whoever needs none; all over `store`."""
-    made: dict[tuple[Path, ...], PromptEngine] = {(): PromptEngine(target, store)}
-    chosen = {AR: made[()]}
+    """One engine for each set of trained parts, and one without any for AR and the like; all over `store`."""
+    by_parts: dict[tuple[Path, ...], PromptEngine] = {(): PromptEngine(target, store)}
+    by_method = {AR: by_parts[()]}
     for recipe in recipes:
         parts, method = parts_of(recipe), method_of(recipe.decode)
         key = tuple(parts.values())
-        if key not in made:
-            made[key] = PromptEngine(
+        if key not in by_parts:
+            by_parts[key] = PromptEngine(
                 target,
                 store,
                 draft_experts=open_draft_experts(recipe, target) if "draft experts" in parts else None,
                 draft_head=open_draft_head(recipe, target) if "head" in parts else None,
                 predictors=predictors_of(recipe, target, method),
             )
-        chosen[recipe.name] = made[key]
-    return lambda method: chosen[method.label]
+        by_method[recipe.name] = by_parts[key]
+    return lambda method: by_method[method.label]

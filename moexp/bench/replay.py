@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moexp.bench.runner import Job
+from moexp.bench.jobs import Job
 from moexp.runtime.decoding.decode import decode
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.engine.engine import Engine

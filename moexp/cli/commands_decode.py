@@ -81,7 +81,7 @@ def cache_budgets(
     changes: SetOption = None,
 ) -> None:
     """Measure every cache policy at budgets from none to all experts, and simulate the same."""
-    from moexp.bench.budgets_table import run_budgets
+    from moexp.bench.budgets import run_budgets
 
     say_files(run_budgets(load(recipe, changes), prompts, tokens), show=True)
 

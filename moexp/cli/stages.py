@@ -18,10 +18,10 @@ from moexp.base.atomic import write_json
 from moexp.base.compute import prepare
 from moexp.base.errors import MoexpError
 from moexp.base.provenance import collect_provenance
-from moexp.bench.gate_table import gate_lines, gate_table
 from moexp.config import locations
 from moexp.config.locations import draft_work, home, results_folder, trace_folder
 from moexp.config.recipe import Recipe
+from moexp.tables.gate import gate_lines, gate_table, write_gate
 from moexp.tables.trained.files import write_predictor_summary
 from moexp.tables.trained.terminal import (
     draft_table,
@@ -182,7 +182,7 @@ def eval_stage(
     Args:
         skip: do nothing where the gate was passed before with the same target, draft experts and recipe.
     """
-    from moexp.bench.gate import already_passed, gate_identity, run_gate, write_gate
+    from moexp.bench.gate import already_passed, gate_identity, run_gate
     from moexp.target.draft_expert import HEADER
 
     begin(recipe)

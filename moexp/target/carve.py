@@ -23,6 +23,9 @@ from torch import Tensor
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, LlamaForCausalLM
 
 from moexp.base.errors import MoexpError
+from moexp.base.ridge import solve_ridge
+
+ROUTER_RIDGE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -79,30 +82,20 @@ class LayerPlan:
 @torch.no_grad()
 def calibrate(dense: LlamaForCausalLM, batches: Iterator[Tensor], layers: range) -> list[Calibration]:
     """Runs the dense model over token batches [B, L] and keeps each layer's FFN inputs and activations (bf16)."""
-    inputs: dict[int, list[Tensor]] = {layer: [] for layer in layers}
-    activations: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+    seen: dict[torch.nn.Module, list[Tensor]] = {}
 
-    def keep(layer: int) -> tuple[Callable[..., None], Callable[..., None]]:
-        def hook(_module: torch.nn.Module, args: tuple[Tensor]) -> None:
-            activations[layer].append(args[0].flatten(0, 1).bfloat16())
+    def keep(module: torch.nn.Module, args: tuple[Tensor]) -> None:
+        seen.setdefault(module, []).append(args[0].flatten(0, 1).bfloat16())
 
-        def hook_input(_module: torch.nn.Module, args: tuple[Tensor]) -> None:
-            inputs[layer].append(args[0].flatten(0, 1).bfloat16())
-
-        return hook, hook_input
-
-    handles = []
-    for layer in layers:
-        on_down, on_input = keep(layer)
-        mlp = dense.model.layers[layer].mlp
-        handles += [mlp.down_proj.register_forward_pre_hook(on_down), mlp.register_forward_pre_hook(on_input)]
+    blocks: list[Any] = [dense.model.layers[layer].mlp for layer in layers]
+    handles = [module.register_forward_pre_hook(keep) for block in blocks for module in (block, block.down_proj)]
     try:
         for tokens_BL in batches:
             dense.model(input_ids=tokens_BL, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
-    return [Calibration(torch.cat(inputs[layer]), torch.cat(activations[layer])) for layer in layers]
+    return [Calibration(torch.cat(seen[block]), torch.cat(seen[block.down_proj])) for block in blocks]
 
 
 def split_neurons(contribution_TN: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]:
@@ -124,8 +117,8 @@ def split_neurons(contribution_TN: Tensor, geometry: Geometry) -> tuple[Tensor, 
 def balanced_clusters(activity_TR: Tensor, clusters: int, size: int, rounds: int) -> Tensor:
     """Balanced k-means of neurons by co-activation: [clusters, size] column indices.
 
-    Each round solves the assignment of neurons to cluster places exactly (each cluster has `size` places), so no
-    cluster ends up empty or full of leftovers. Neurons are compared by the cosine of their activity over tokens, in
+    Each round solves the assignment of neurons to clusters exactly (each has `size` slots), so no cluster ends up empty
+    or full of leftovers. Neurons are compared by the cosine of their activity over tokens, in
     a random projection that keeps it.
     """
     generator = torch.Generator().manual_seed(0)
@@ -135,14 +128,14 @@ def balanced_clusters(activity_TR: Tensor, clusters: int, size: int, rounds: int
     labels_R = np.zeros(points_RD.shape[0], dtype=np.int64)
     for _ in range(rounds):
         cost_RP = -(points_RD @ centres_CD.T).repeat_interleave(size, dim=1).numpy()
-        rows, places = linear_sum_assignment(cost_RP)
-        labels_R[rows] = places // size
+        rows, slots = linear_sum_assignment(cost_RP)
+        labels_R[rows] = slots // size
         members_CR = F.one_hot(torch.from_numpy(labels_R), clusters).T.float()
         centres_CD = F.normalize(members_CR @ points_RD, dim=-1)
     return torch.from_numpy(np.stack([np.flatnonzero(labels_R == cluster) for cluster in range(clusters)]))
 
 
-def fit_router(inputs_TH: Tensor, energy_TE: Tensor, ridge: float = 1e-2) -> Tensor:
+def fit_router(inputs_TH: Tensor, energy_TE: Tensor) -> Tensor:
     """A linear router [E, H] that predicts each expert's log energy, centred over experts.
 
     Ridge regression without intercept (the router has none): the mean of the hidden states carries it. A start for
@@ -151,16 +144,14 @@ def fit_router(inputs_TH: Tensor, energy_TE: Tensor, ridge: float = 1e-2) -> Ten
     target_TE = energy_TE.clamp_min(1e-8).log()
     target_TE = target_TE - target_TE.mean(1, keepdim=True)
     x_TH = inputs_TH.float()
-    gram_HH = x_TH.T @ x_TH
-    gram_HH += ridge * gram_HH.diagonal().mean() * torch.eye(len(gram_HH))
-    return torch.linalg.solve(gram_HH, x_TH.T @ target_TE).T.contiguous()
+    return solve_ridge(x_TH.T @ x_TH, x_TH.T @ target_TE, ROUTER_RIDGE).T.contiguous()
 
 
 def carved_config(dense: LlamaForCausalLM, geometry: Geometry) -> Glm4MoeConfig:
     """The configuration of the carved model: the dense model's attention, GLM-4-MoE's experts and router."""
     source: Any = dense.config
-    make: Any = Glm4MoeConfig  # its signature does not list what the base class takes
-    config: Glm4MoeConfig = make(
+    build: Any = Glm4MoeConfig  # its signature does not list what the base class takes
+    config: Glm4MoeConfig = build(
         vocab_size=source.vocab_size,
         hidden_size=source.hidden_size,
         intermediate_size=source.intermediate_size,
@@ -238,7 +229,7 @@ def plan_layer(contribution_TN: Tensor, geometry: Geometry) -> LayerPlan:
 
 @torch.no_grad()
 def carve_as_planned(dense: LlamaForCausalLM, plans: list[LayerPlan], geometry: Geometry) -> Glm4MoeForCausalLM:
-    """The carved model in fp32 with every neuron in its place; the routers are left at zero."""
+    """The carved model in fp32 with every neuron where its plan says; the routers are left at zero."""
     model = Glm4MoeForCausalLM(carved_config(dense, geometry)).float()
     state = {name: tensor.float() for name, tensor in dense.state_dict().items()}
     model.load_state_dict({name: state[name] for name in model.state_dict() if name in state}, strict=False)

@@ -34,7 +34,7 @@ FORMAT = "moexp-delta-1"
 TRITS = 5  # ternary digits in a byte: 3**5 = 243
 SAMPLE = 1 << 16  # elements from which a tensor's threshold is read
 
-Kind = Literal["ternary", "int8", "whole", "dense"]
+Kind = Literal["ternary", "int8", "plain", "dense"]
 
 
 def kind_of(name: str) -> Kind:
@@ -44,7 +44,7 @@ def kind_of(name: str) -> Kind:
     if name.endswith(".mlp.gate.weight"):
         return "int8"
     if "norm" in name or name.endswith("e_score_correction_bias"):
-        return "whole"
+        return "plain"
     return "dense"
 
 
@@ -75,9 +75,9 @@ def encode(name: str, difference: Tensor, density: float) -> Coded:
         return Coded((rows_RH / unit_R[:, None]).round_().clamp_(-127, 127).to(torch.int8), scale_R)
     sample = size_RH.flatten()[:: max(1, size_RH.numel() // SAMPLE)]
     threshold = sample.kthvalue(max(1, round(len(sample) * (1.0 - density)))).values
-    kept_RH = size_RH > threshold
-    scale_R = ((size_RH * kept_RH).sum(1) / kept_RH.sum(1).clamp_min(1)).half()
-    return Coded((rows_RH.sign() * kept_RH).to(torch.int8), scale_R)
+    largest_RH = size_RH > threshold
+    scale_R = ((size_RH * largest_RH).sum(1) / largest_RH.sum(1).clamp_min(1)).half()
+    return Coded((rows_RH.sign() * largest_RH).to(torch.int8), scale_R)
 
 
 def as_delivered(name: str, latent: Tensor, base: Tensor, density: float) -> Tensor:
@@ -107,7 +107,7 @@ def save_delta(
     tensors: dict[str, Tensor] = {}
     for name, tensor in stored(model):
         kind = kind_of(name)
-        if kind == "whole":
+        if kind == "plain":
             tensors[name] = tensor.float() if name.endswith("bias") else tensor.bfloat16()
         else:
             coded = encode(name, tensor.float() - bases[name], density)
@@ -132,12 +132,12 @@ def find_delta(name: str) -> Path:
     """A delta by path, or one shipped with the package by name.
 
     Raises:
-        MoexpError: neither is there.
+        MoexpError: there is neither.
     """
     folder = Path(str(resources.files("moexp.target") / "deltas"))
-    for place in (folder / f"{name}.safetensors", Path(name)):
-        if place.is_file():
-            return place
+    for file in (folder / f"{name}.safetensors", Path(name)):
+        if file.is_file():
+            return file
     shipped = ", ".join(sorted(file.stem for file in folder.glob("*.safetensors"))) or "none is shipped"
     raise MoexpError(f"no delta {name!r}", where="target.delta", valid=f"a file, or one of: {shipped}")
 
@@ -196,7 +196,7 @@ def apply_delta(file: Path, dense: LlamaForCausalLM, geometry: Geometry) -> Rebu
     bases = coded_bases(model)
     with torch.no_grad():
         for name, tensor in stored(model):
-            if kind_of(name) == "whole":
+            if kind_of(name) == "plain":
                 tensor.copy_(tensors[name])
             else:
                 tensor.add_(_unpacked(name, tensor, tensors, file).decode(tensor, name))
@@ -229,11 +229,11 @@ def _pack_trits(codes: np.ndarray) -> bytes:
     digits[: codes.size] = codes.ravel() + 1
     groups = digits.reshape(-1, TRITS)
     packed = np.zeros(len(groups), dtype=np.uint8)
-    for place in range(TRITS):
-        packed = packed * 3 + groups[:, place]
+    for digit in range(TRITS):
+        packed = packed * 3 + groups[:, digit]
     return packed.astype(np.uint8).tobytes()
 
 
 def _unpack_trits(packed: bytes, count: int) -> np.ndarray:
-    table = np.array([[value // 3**place % 3 for place in reversed(range(TRITS))] for value in range(3**TRITS)])
+    table = np.array([[value // 3**digit % 3 for digit in reversed(range(TRITS))] for value in range(3**TRITS)])
     return (table.astype(np.int8) - 1)[np.frombuffer(packed, np.uint8)].ravel()[:count]

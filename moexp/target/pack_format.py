@@ -23,6 +23,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from moexp.base.errors import MoexpError
 from moexp.target.experts import ByteRange, ExpertIndex, ExpertKey, ExpertLocation
+from moexp.target.shards import list_tensors
 
 MANIFEST = "moexp_pack.json"
 CONFIG_KEY = "moexp_pack"
@@ -234,6 +235,25 @@ def stored_bytes(index: ExpertIndex) -> int:
     if index.coding is not None:
         return max(sum(span.length for span in at.ranges) for at in index.locations.values())
     return index.expert_bytes
+
+
+def weight_sizes(folder: Path | str) -> dict[str, int]:
+    """Sizes of a checkpoint's weights as they are stored.
+
+    Returns:
+        `expert_width`; `routed_bytes` of all routed experts; `rest_bytes` of all other tensors.
+
+    Raises:
+        MoexpError: see `ExpertIndex.from_checkpoint`.
+    """
+    index = read_index(folder)
+    sizes = {name: tensor.stop - tensor.start for name, tensor in list_tensors(Path(folder)).items()}
+    rest = sum(size for name, size in sizes.items() if name not in index.tensor_names)
+    routed = sum(sizes.values()) - rest
+    if isinstance(index, PackedIndex):
+        routed = index.stored_bytes * len(index.keys)
+    width, _ = index.shape(index.keys[0])
+    return {"expert_width": width, "routed_bytes": routed, "rest_bytes": rest}
 
 
 def refuse_packed(folder: Path | str) -> None:

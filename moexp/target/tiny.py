@@ -28,11 +28,17 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
-GROUPS = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
-GLM = {"head_dim": 16, "use_qk_norm": False, "partial_rotary_factor": 1.0}
-LATENT = {"q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
-GREEDY = {"topk_method": "greedy", "routed_scaling_factor": 4.0}
-WINDOW = {"sliding_window": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+GROUPS: dict[str, Any] = {"n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5}
+GLM: dict[str, Any] = {"head_dim": 16, "use_qk_norm": False, "partial_rotary_factor": 1.0}
+LATENT: dict[str, Any] = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
+GREEDY: dict[str, Any] = {"topk_method": "greedy", "routed_scaling_factor": 4.0}
+WINDOW: dict[str, Any] = {"sliding_window": 24, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
 
 
 @dataclass(frozen=True)
@@ -83,13 +89,17 @@ class TinyTarget:
             "max_position_embeddings": 4096,
             "rms_norm_eps": 1e-5,
         }
-        deepseek = {
+        deepseek: dict[str, Any] = {
             "n_routed_experts": self.experts,
             "n_shared_experts": self.shared,
             "first_k_dense_replace": self.first_dense,
         }
-        local = {"num_local_experts": self.experts, "intermediate_size": self.expert_width, "head_dim": 16}
-        per_family = {
+        local: dict[str, Any] = {
+            "num_local_experts": self.experts,
+            "intermediate_size": self.expert_width,
+            "head_dim": 16,
+        }
+        per_family: dict[str, dict[str, Any]] = {
             "glm4_moe": deepseek | GROUPS | GLM,
             "deepseek_v3": deepseek | GROUPS | LATENT | {"num_key_value_heads": heads},
             "deepseek_v2": deepseek | LATENT | GREEDY | {"num_key_value_heads": heads},

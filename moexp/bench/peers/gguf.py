@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, ExpertGatingFuncType, GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf import (
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
+    ExpertGatingFuncType,
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFWriter,
+    get_tensor_name_map,
+)
 from torch import Tensor
 
 from moexp.base import atomic
@@ -18,27 +26,6 @@ from moexp.target.load import load_target
 
 ARCH = MODEL_ARCH_NAMES[MODEL_ARCH.GLM4_MOE]
 
-_LAYER = {
-    "input_layernorm.weight": "attn_norm.weight",
-    "post_attention_layernorm.weight": "post_attention_norm.weight",
-    "self_attn.q_proj.weight": "attn_q.weight",
-    "self_attn.k_proj.weight": "attn_k.weight",
-    "self_attn.v_proj.weight": "attn_v.weight",
-    "self_attn.o_proj.weight": "attn_output.weight",
-    "mlp.gate.weight": "ffn_gate_inp.weight",
-    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
-    "mlp.gate_proj.weight": "ffn_gate.weight",
-    "mlp.up_proj.weight": "ffn_up.weight",
-    "mlp.down_proj.weight": "ffn_down.weight",
-    "mlp.shared_experts.gate_proj.weight": "ffn_gate_shexp.weight",
-    "mlp.shared_experts.up_proj.weight": "ffn_up_shexp.weight",
-    "mlp.shared_experts.down_proj.weight": "ffn_down_shexp.weight",
-}
-_WHOLE = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
 _FP32 = ("norm.weight", "ffn_gate_inp.weight", "exp_probs_b.bias")  # as llama.cpp wants them
 
 
@@ -65,11 +52,11 @@ def write_gguf(folder: Path, file: Path, advance: Callable[[int], None] = lambda
             _add(writer, name, tensor)
         experts = load_experts(target.index)
         for done, layer in enumerate(spec.moe_layers, 1):
-            mine = [experts[layer, expert] for expert in range(spec.num_experts)]
-            halves = [weights.gate_up.chunk(2) for weights in mine]
+            of_layer = [experts[layer, expert] for expert in range(spec.num_experts)]
+            halves = [weights.gate_up.chunk(2) for weights in of_layer]
             _add(writer, f"blk.{layer}.ffn_gate_exps.weight", torch.stack([gate for gate, _ in halves]))
             _add(writer, f"blk.{layer}.ffn_up_exps.weight", torch.stack([up for _, up in halves]))
-            _add(writer, f"blk.{layer}.ffn_down_exps.weight", torch.stack([weights.down for weights in mine]))
+            _add(writer, f"blk.{layer}.ffn_down_exps.weight", torch.stack([weights.down for weights in of_layer]))
             advance(done)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
@@ -110,13 +97,12 @@ def _write_settings(writer: GGUFWriter, config: Any) -> None:
 
 
 def _resident(state: dict[str, Tensor], layers: int) -> Iterator[tuple[str, Tensor]]:
-    for theirs, ours in _WHOLE.items():
-        yield ours, state[theirs]
-    for layer in range(layers):
-        for theirs, ours in _LAYER.items():
-            tensor = state.get(f"model.layers.{layer}.{theirs}")
-            if tensor is not None:
-                yield f"blk.{layer}.{ours}", tensor
+    """All weights but those of routed experts, by llama.cpp's names."""
+    names = get_tensor_name_map(MODEL_ARCH.GLM4_MOE, layers)
+    for name, tensor in state.items():
+        gguf_name = names.get_name(name.replace("correction_bias", "correction.bias"), (".weight", ".bias"))
+        if gguf_name is not None and not tensor.is_meta:
+            yield gguf_name, tensor
 
 
 def _add(writer: GGUFWriter, name: str, tensor: Tensor) -> None:

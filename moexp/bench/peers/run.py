@@ -15,34 +15,29 @@ import json
 import os
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any, Self
 
-from moexp.base import atomic
 from moexp.base.errors import MoexpError
 from moexp.base.progress import stage
 from moexp.base.provenance import collect_provenance
-from moexp.tables.core.provenance import provenance_text
-from moexp.tables.core.table import Row, View, text, to_csv, view_text
+from moexp.bench.jobs import make_jobs, select_prompts
+from moexp.config.recipe import Recipe, load_recipe
+from moexp.tables.peers import answer_rate, write_peers
+from moexp.target.load import read_config
+from moexp.target.opening import find_target
+from moexp.target.pack_format import read_index
+from moexp.target.spec import MoESpec
+from moexp.target.tokenizer import load_tokenizer
 
 ENGINES = ("moexp", "accelerate", "llama.cpp")
-LABELS = {
-    "moexp": "moexp, disk store",
-    "accelerate": "transformers + accelerate, disk offload",
-    "llama.cpp": "llama.cpp, mmap",
-}
-GOALS = {"accelerate": 10.0, "llama.cpp": 1.5}
-"""How many times as fast moexp is meant to be."""
 WARM_UP = 2  # tokens of each engine before anything counts
-
-COLUMNS = ["engine", "version", "prompts", "tokens", "tokens_per_s", "tokens_per_s_lo", "tokens_per_s_hi", "token_ms"]
-COLUMNS += ["bytes_per_token", "needed_bytes", "bytes_per_s", "moexp_ratio", "moexp_ratio_lo", "moexp_ratio_hi"]
-COLUMNS += ["same_tokens", "tag"]
 
 
 class Worker:
@@ -87,95 +82,98 @@ class Worker:
             self._process.wait()
 
 
-def run(
-    target: Path,
-    prompts: Sequence[Sequence[int]],
-    folder: Path,
-    results: Path,
-    *,
-    engines: Sequence[str] = ENGINES,
-    tokens: int = 8,
-    threads: int = 2,
-    io_threads: int = 8,
-    llama_python: str = sys.executable,
-    name: str = "",
-    argv: Sequence[str] = (),
-) -> dict[str, Any]:
-    """Prepares the engines, lets them decode in turns, and writes the results; returns the raw figures.
+@dataclass(frozen=True)
+class PeerRun:
+    """What is compared, and with what.
 
-    Args:
+    Attributes:
         target: a carved checkpoint; its experts are padded if it is.
         prompts: token ids.
         folder: for the GGUF file and what is offloaded.
-        results: folder of `peers.csv`, `.md` and `.json`.
         tokens: to decode after each prompt.
         llama_python: an interpreter that has llama-cpp-python.
+        name: the target's; its folder's by default.
+    """
+
+    target: Path
+    prompts: Sequence[Sequence[int]]
+    folder: Path
+    engines: Sequence[str] = ENGINES
+    tokens: int = 8
+    threads: int = 2
+    io_threads: int = 8
+    llama_python: str = sys.executable
+    name: str = ""
+
+
+def run(plan: PeerRun, results: Path, argv: Sequence[str] = ()) -> dict[str, Any]:
+    """Prepares the engines, lets them decode in turns, and writes `peers.csv`, `.md` and `.json` to `results`.
+
+    Returns:
+        the raw figures.
 
     Raises:
         MoexpError: a disk without room, or an engine that failed.
     """
-    from moexp.target.load import read_config
-    from moexp.target.pack_format import read_index
-    from moexp.target.spec import MoESpec
-
     provenance = collect_provenance(0)
     provenance["command"] = shlex.join(["python", "-m", "moexp.bench.peers.run", *argv])
-    index, spec = read_index(target), MoESpec.from_config(read_config(target))
-    needed = index.expert_bytes * spec.experts_per_token
-    folder.mkdir(parents=True, exist_ok=True)
-    options = _prepare(target, folder, engines, threads, io_threads, index.expert_bytes * len(index.keys))
-    found: dict[str, list[dict[str, Any]]] = {engine: [] for engine in engines}
-    with ExitStack() as stack:
-        workers = {}
-        with stage("Start the engines", len(engines)) as advance:
-            for engine in engines:
-                python = llama_python if engine == "llama.cpp" else sys.executable
-                workers[engine] = stack.enter_context(Worker(engine, python, options[engine]))
-                workers[engine].decode(prompts[0], WARM_UP)
-                advance(len(workers), engine)
-        with stage("Decode in turns", len(prompts)) as advance:
-            for done, ids in enumerate(prompts, 1):
-                for engine in engines if done % 2 else reversed(engines):
-                    found[engine].append(workers[engine].decode(ids, tokens))
-                advance(done, f"moexp {_rate(found['moexp'][-1]):.2f} tokens/s" if "moexp" in found else "")
+    index, spec = read_index(plan.target), MoESpec.from_config(read_config(plan.target))
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    options = _prepare(plan, index.expert_bytes * len(index.keys))
     raw = {
-        "target": name or target.name,
-        "engines": found,
-        "versions": {engine: version(engine, llama_python) for engine in engines},
-        "needed_bytes": needed,
+        "target": plan.name or plan.target.name,
+        "engines": _decode_in_turns(plan, options),
+        "versions": {engine: version(engine, plan.llama_python) for engine in plan.engines},
+        "needed_bytes": index.expert_bytes * spec.experts_per_token,
         "expert_bytes": index.expert_bytes,
         "experts_per_token": spec.experts_per_token,
-        "threads": threads,
-        "io_threads": io_threads,
-        "read_ahead_kb": read_ahead_kb(folder),
+        "threads": plan.threads,
+        "io_threads": plan.io_threads,
+        "read_ahead_kb": read_ahead_kb(plan.folder),
     }
-    rows = [row_of(raw, engine) for engine in engines]
-    atomic.write_json(results / "peers.json", {**raw, "provenance": provenance})
-    atomic.write_text(results / "peers.csv", to_csv(COLUMNS, rows))
-    atomic.write_text(results / "peers.md", markdown(raw, rows, provenance))
+    write_peers(results, raw, provenance)
     return raw
 
 
-def _prepare(
-    target: Path, folder: Path, engines: Sequence[str], threads: int, io_threads: int, pool_bytes: int
-) -> dict[str, dict[str, Any]]:
+def _decode_in_turns(plan: PeerRun, options: Mapping[str, Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Each engine's answers; the order of engines changes from prompt to prompt."""
+    answers: dict[str, list[dict[str, Any]]] = {engine: [] for engine in plan.engines}
+    with ExitStack() as stack:
+        workers = {}
+        with stage("Start the engines", len(plan.engines)) as advance:
+            for engine in plan.engines:
+                python = plan.llama_python if engine == "llama.cpp" else sys.executable
+                workers[engine] = stack.enter_context(Worker(engine, python, options[engine]))
+                workers[engine].decode(plan.prompts[0], WARM_UP)
+                advance(len(workers), engine)
+        with stage("Decode in turns", len(plan.prompts)) as advance:
+            for done, ids in enumerate(plan.prompts, 1):
+                for engine in plan.engines if done % 2 else reversed(plan.engines):
+                    answers[engine].append(workers[engine].decode(ids, plan.tokens))
+                own = answers.get("moexp")
+                advance(done, f"moexp {answer_rate(own[-1]):.2f} tokens/s" if own else "")
+    return answers
+
+
+def _prepare(plan: PeerRun, pool_bytes: int) -> dict[str, dict[str, Any]]:
     """Options of each engine, after what they decode from is written."""
-    gguf, offload = folder / f"{target.name}.gguf", folder / "offloaded"
+    folder, engines = plan.folder, plan.engines
+    gguf, offload = folder / f"{plan.target.name}.gguf", folder / "offloaded"
     missing = ("llama.cpp" in engines and not gguf.exists()) + ("accelerate" in engines and not offload.exists())
     free = shutil.disk_usage(folder).free
     if free < missing * pool_bytes * 1.1:
         wanted = f"{missing * pool_bytes * 1.1 / 1e9:.1f} GB"
         raise MoexpError(f"{free / 1e9:.1f} GB are free", where=str(folder), valid=wanted)
     if "llama.cpp" in engines:
-        from moexp.bench.peers.gguf import write_gguf
+        from moexp.bench.peers.gguf import write_gguf  # it loads torch and transformers
 
         with stage("Write the GGUF file", None):
-            write_gguf(target, gguf)
+            write_gguf(plan.target, gguf)
     offload.mkdir(exist_ok=True)
     return {
-        "moexp": {"model": str(target), "threads": threads, "io_threads": io_threads},
-        "accelerate": {"model": str(target), "threads": threads, "offload": str(offload)},
-        "llama.cpp": {"model": str(gguf), "threads": threads},
+        "moexp": {"model": str(plan.target), "threads": plan.threads, "io_threads": plan.io_threads},
+        "accelerate": {"model": str(plan.target), "threads": plan.threads, "offload": str(offload)},
+        "llama.cpp": {"model": str(gguf), "threads": plan.threads},
     }
 
 
@@ -184,8 +182,8 @@ def read_ahead_kb(folder: Path) -> int | None:
     decodes from mappings depends on it: Linux's default is 128, and some virtual disks have 8,192.
     """
     device = folder.stat().st_dev
-    place = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
-    for parent in (place, place / ".."):  # of a partition, its disk
+    entry = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    for parent in (entry, entry / ".."):  # of a partition, its disk
         try:
             return int((parent / "queue" / "read_ahead_kb").read_text())
         except (OSError, ValueError):
@@ -195,82 +193,16 @@ def read_ahead_kb(folder: Path) -> int | None:
 
 def version(engine: str, llama_python: str) -> str:
     """What decodes, in its version."""
-    from importlib.metadata import version as installed
-
     if engine == "llama.cpp":
-        said = "from importlib.metadata import version; print(version('llama-cpp-python'))"
-        done = subprocess.run([llama_python, "-c", said], capture_output=True, text=True, check=False)
+        script = "from importlib.metadata import version; print(version('llama-cpp-python'))"
+        done = subprocess.run([llama_python, "-c", script], capture_output=True, text=True, check=False)
         return f"llama-cpp-python {done.stdout.strip()}"
     packages = ("moexp", "torch") if engine == "moexp" else ("transformers", "accelerate", "torch")
     return ", ".join(f"{package} {installed(package)}" for package in packages)
 
 
-def _rate(one: Mapping[str, Any]) -> float:
-    return len(one["seconds"]) / sum(one["seconds"])
-
-
-def row_of(raw: Mapping[str, Any], engine: str) -> Row:
-    """An engine's figures: medians over prompts, and the lowest and highest; ratios are of the same prompt."""
-    mine = raw["engines"][engine]
-    rates = [_rate(one) for one in mine]
-    seconds = [second for one in mine for second in one["seconds"]]
-    read = [count for one in mine for count in one["read_bytes"]]
-    row: Row = {
-        "engine": engine, "version": raw["versions"][engine], "prompts": len(mine), "tokens": len(seconds),
-        "tokens_per_s": statistics.median(rates), "tokens_per_s_lo": min(rates), "tokens_per_s_hi": max(rates),
-        "token_ms": 1e3 * statistics.median(seconds), "bytes_per_token": sum(read) / len(read),
-        "needed_bytes": raw["needed_bytes"], "bytes_per_s": sum(read) / sum(seconds), "tag": "measured",
-    }  # fmt: skip
-    ours = raw["engines"].get("moexp")
-    if ours:
-        ratios = [_rate(own) / rate for own, rate in zip(ours, rates, strict=True)]
-        pairs = [zip(own["ids"], one["ids"], strict=True) for own, one in zip(ours, mine, strict=True)]
-        same = [a == b for pair in pairs for a, b in pair]
-        row |= {"moexp_ratio": statistics.median(ratios), "moexp_ratio_lo": min(ratios), "moexp_ratio_hi": max(ratios)}
-        row["same_tokens"] = sum(same) / len(same)
-    return row
-
-
-def markdown(raw: Mapping[str, Any], rows: Sequence[Row], provenance: Mapping[str, Any]) -> str:
-    """The table for reading."""
-    header = ["engine", "tokens/s", "MB read a token", "GB/s", "moexp is", "goal", "same tokens"]
-    shown = [
-        [
-            LABELS[str(row["engine"])],
-            f"{text(row['tokens_per_s'])} ({text(row['tokens_per_s_lo'])}..{text(row['tokens_per_s_hi'])})",
-            text(float(row["bytes_per_token"] or 0) / 1e6, 0),
-            text(float(row["bytes_per_s"] or 0) / 1e9),
-            f"{text(row['moexp_ratio'])}x" if row.get("moexp_ratio") else "",
-            f"{GOALS[str(row['engine'])]:g}x" if row["engine"] in GOALS else "",
-            text(row.get("same_tokens")),
-        ]
-        for row in rows
-    ]
-    first = rows[0]
-    parts = [
-        "# Peers: AR decoding with cold experts",
-        f"The weights of `{raw['target']}` in bf16: {raw['experts_per_token']} experts of "
-        f"{raw['expert_bytes'] / 1e6:.2f} MB a token, {raw['needed_bytes'] / 1e6:.0f} MB in all; {first['prompts']} "
-        f"prompts, {int(first['tokens'] or 0) // int(first['prompts'] or 1)} tokens each, {raw['threads']} threads; "
-        "one engine after the other for each prompt, in changing order.",
-        view_text(View("decoding, median (lowest..highest) of the prompts (measured)", header, shown)),
-        "Before each token, pages of routed experts are given back to the system, from the peers' mappings and from "
-        f"the page cache, so that they come from the disk as moexp's do ({raw['io_threads']} threads, O_DIRECT). "
-        "Prefill and that are not timed. Bytes are what the system counts for the process; accelerate loads all "
-        "experts of a layer, and a mapping brings in what the system reads ahead "
-        f"({raw.get('read_ahead_kb') or 'an unknown number of'} KB here; Linux's default is 128). Tokens are ids, "
-        "chosen greedily; kernels differ, so near-ties may fall elsewhere, and what follows then differs too.",
-        f"{'; '.join(str(row['version']) for row in rows)}.",
-        f"Provenance: {provenance_text([dict(provenance)], threads=raw['threads'])}.",
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; 2 for a mistake in the input."""
-    from moexp.config.recipe import load_recipe
-    from moexp.target.opening import find_target
-
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="python -m moexp.bench.peers.run", description=(__doc__ or "").split("\n\n")[0]
@@ -287,19 +219,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         recipe = load_recipe(options.recipe)
         target = find_target(recipe, padded=True)
-        run(
-            target,
-            prompt_ids(recipe, target, options.prompts),
-            options.folder,
-            options.results,
-            engines=options.engines,
-            tokens=options.tokens,
-            threads=options.threads,
-            io_threads=recipe.store.io_threads,
-            llama_python=options.llama_python,
-            name=recipe.name,
-            argv=arguments,
-        )
+        plan = PeerRun(
+            target, prompt_ids(recipe, target, options.prompts), options.folder, options.engines, options.tokens,
+            options.threads, recipe.store.io_threads, options.llama_python, recipe.name,
+        )  # fmt: skip
+        run(plan, options.results, arguments)
     except MoexpError as error:
         print(f"peers: error: {error}", file=sys.stderr)
         return 2
@@ -307,11 +231,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def prompt_ids(recipe: Any, target: Path, count: int) -> list[list[int]]:
+def prompt_ids(recipe: Recipe, target: Path, count: int) -> list[list[int]]:
     """Ids of the first prompts, one of each workload in turn."""
-    from moexp.bench.runner import make_jobs, select_prompts
-    from moexp.target.tokenizer import load_tokenizer
-
     chosen = select_prompts(recipe.bench.workloads, count)[:count]
     return [list(job.prompt_ids) for job in make_jobs(chosen, load_tokenizer(target))]
 

@@ -11,7 +11,6 @@ the same run.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import shlex
 import shutil
@@ -19,15 +18,20 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moexp.base import atomic
 from moexp.base.errors import MoexpError
 from moexp.base.progress import stage
 from moexp.base.provenance import collect_provenance
-from moexp.tables.core.provenance import provenance_text
-from moexp.tables.core.table import Row, View, text, to_csv, view_text
+from moexp.tables.scale import write_scale
+
+if TYPE_CHECKING:
+    from moexp.runtime.decoding.cycle import Cycle
+    from moexp.runtime.decoding.method import Method
+    from moexp.runtime.engine.engine import Engine
 
 TINY: dict[str, Any] = {
     "hidden_size": 64,
@@ -54,10 +58,6 @@ MARKER = "moexp_scale.json"  # says that the folder is this benchmark's
 IO_THREADS = 8
 PROBE_BYTES = 256 << 20  # of the disk, before and after every cycle
 MARGIN_BYTES = 4 << 30  # left free on the disk
-GOAL_RSS_GIB, GOAL_SHARE = 6.0, 0.8
-
-COLUMNS = ["method", "tokens", "cycles", "tokens_per_s", "alpha", "experts_per_token", "bytes_per_token"]
-COLUMNS += ["disk_bytes_s", "bound_tokens_per_s", "share_of_bound", "stall_share", "peak_rss_gib", "bit_exact", "tag"]
 
 
 def run(
@@ -99,15 +99,12 @@ def run(
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
     found["checkpoint_bytes"] = needed
-    rows = [_row(found, name) for name in found["methods"]]
-    atomic.write_json(results / "scale.json", {**found, "provenance": provenance})
-    atomic.write_text(results / "scale.csv", to_csv(COLUMNS, rows))
-    atomic.write_text(results / "scale.md", _markdown(found, rows, provenance))
+    write_scale(results, found, provenance)
     return found
 
 
 def claim(folder: Path, plan: dict[str, Any], needed: int) -> None:
-    """Makes the folder this benchmark's own: only what it wrote is ever gone on with, or removed.
+    """Makes the folder this benchmark's own: it continues or removes only what it wrote.
 
     Raises:
         MoexpError: something else is there, or the disk has no room for `needed` bytes.
@@ -124,12 +121,12 @@ def claim(folder: Path, plan: dict[str, Any], needed: int) -> None:
 
 def demand_space(folder: Path, needed: int) -> None:
     """MoexpError where the disk of `folder` has no room for the checkpoint."""
-    place = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free = shutil.disk_usage(place).free
+    parent = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(parent).free
     if free < needed + MARGIN_BYTES:
         raise MoexpError(
             f"the checkpoint takes {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free",
-            where=str(place),
+            where=str(parent),
             valid=f"{(needed + MARGIN_BYTES) / 1e9:.1f} GB",
         )
 
@@ -148,13 +145,9 @@ def _decode_apart(folder: Path, tokens: int, threads: int) -> dict[str, Any]:
 def decode(folder: Path, tokens: int, threads: int) -> dict[str, Any]:
     """AR and speculation in turns over one disk store, each once to warm up; plain JSON."""
     from moexp.base.compute import prepare
-    from moexp.runtime.decoding.cycle import Cycle
-    from moexp.runtime.decoding.decode import LogitsDigest, decode_all
     from moexp.runtime.decoding.method import Method
     from moexp.runtime.engine.engine import Engine
-    from moexp.runtime.store.direct_io import probe_bandwidth
     from moexp.runtime.store.store import READ_SPLITS, open_store
-    from moexp.runtime.verifiers.sampling import Sampling
     from moexp.target.load import load_target
 
     threads = prepare(threads)
@@ -163,49 +156,22 @@ def decode(folder: Path, tokens: int, threads: int) -> dict[str, Any]:
     loaded_rss = _peak_rss()
     index, spec = target.index, target.spec
     methods = {"ar": Method(), "top-1": Method(drafter="top-r", r=1, max_draft=DRAFT_LENGTH, policy="fixed")}
-    seeds = itertools.count()
-
-    def probe() -> float:
-        total = min(PROBE_BYTES, sum(path.stat().st_size for path in index.files))
-        read = index.expert_bytes // READ_SPLITS
-        return probe_bandwidth(index.files, read, threads=IO_THREADS, total_bytes=total, seed=next(seeds))
-
-    found: dict[str, Any] = {}
+    probe = DiskProbe(index.files, index.expert_bytes // READ_SPLITS)
+    figures: dict[str, Any] = {}
     with open_store(index, "disk", io_threads=IO_THREADS) as store:
         # The second copy of the resident weights, in the order of the CPU's kernels, is what memory has no room for.
         engine = Engine(target, store, pack=False, prefill_rows=8)
         with stage("Decode", len(methods)) as advance:
             for name, method in methods.items():
-                decode_all(engine, PROMPT, method, Sampling(), max_new_tokens=2)  # touch memory, wake the disk
-                digest = LogitsDigest()
-                samples = [probe()]  # between the cycles, whose time it is not part of: a disk's speed drifts
-
-                def observe(cycle: Cycle, digest: LogitsDigest = digest, samples: list[float] = samples) -> None:
-                    digest(cycle)
-                    samples.append(probe())
-
-                steps, record = decode_all(engine, PROMPT, method, Sampling(), max_new_tokens=tokens, on_cycle=observe)
-                demanded = sum(step.store["demanded"] for step in steps if step.store)
-                found[name] = {
-                    "tokens": record.new_tokens,
-                    "cycles": len(steps),
-                    "decode_s": record.decode_s,
-                    "cycle_s": statistics.median(step.cycle_s for step in steps),
-                    "read_bytes": sum(step.store["read_bytes"] for step in steps if step.store),
-                    "stall_s": sum(step.store["stall_s"] for step in steps if step.store),
-                    "demanded": demanded,
-                    "disk_bytes_s": samples,
-                    "ids": record.tokens,
-                    "rows": [row.hex() for row in digest.rows],
-                }
-                advance(len(found), f"{record.new_tokens / record.decode_s:.2f} tokens/s")
+                figures[name] = one = _decode_by(engine, method, tokens, probe)
+                advance(len(figures), f"{one['tokens'] / one['decode_s']:.2f} tokens/s")
         direct = bool(getattr(getattr(store, "source", None), "direct", False))
-    rows = {name: one.pop("rows") for name, one in found.items()}
-    for name, one in found.items():
-        one["bit_exact"] = rows[name] == rows["ar"] and one["ids"] == found["ar"]["ids"]
+    rows = {name: one.pop("rows") for name, one in figures.items()}
+    for name, one in figures.items():
+        one["bit_exact"] = rows[name] == rows["ar"] and one["ids"] == figures["ar"]["ids"]
     return {
-        "methods": found,
-        "read_bytes": index.expert_bytes // READ_SPLITS,
+        "methods": figures,
+        "read_bytes": probe.read_bytes,
         "io_threads": IO_THREADS,
         "direct": direct,
         "threads": threads,
@@ -218,70 +184,54 @@ def decode(folder: Path, tokens: int, threads: int) -> dict[str, Any]:
     }
 
 
+@dataclass
+class DiskProbe:
+    """Samples what the disk gives to reads of an expert's size, at the store's concurrency; bytes a second."""
+
+    files: Sequence[Path]
+    read_bytes: int
+    samples: int = 0
+
+    def __call__(self) -> float:
+        from moexp.runtime.store.direct_io import probe_bandwidth
+
+        seed, self.samples = self.samples, self.samples + 1
+        total = min(PROBE_BYTES, sum(path.stat().st_size for path in self.files))
+        return probe_bandwidth(self.files, self.read_bytes, threads=IO_THREADS, total_bytes=total, seed=seed)
+
+
+def _decode_by(engine: Engine, method: Method, tokens: int, probe: DiskProbe) -> dict[str, Any]:
+    """One method's figures, and digests of its logits rows."""
+    from moexp.runtime.decoding.decode import LogitsDigest, decode_all
+    from moexp.runtime.verifiers.sampling import Sampling
+
+    decode_all(engine, PROMPT, method, Sampling(), max_new_tokens=2)  # touch memory, wake the disk
+    digest = LogitsDigest()
+    samples = [probe()]  # between the cycles, whose time it is not part of: a disk's speed drifts
+
+    def observe(cycle: Cycle) -> None:
+        digest(cycle)
+        samples.append(probe())
+
+    steps, record = decode_all(engine, PROMPT, method, Sampling(), max_new_tokens=tokens, on_cycle=observe)
+    return {
+        "tokens": record.new_tokens,
+        "cycles": len(steps),
+        "decode_s": record.decode_s,
+        "cycle_s": statistics.median(step.cycle_s for step in steps),
+        **{name: sum(step.store[name] for step in steps) for name in ("read_bytes", "stall_s", "demanded")},
+        "disk_bytes_s": samples,
+        "ids": record.tokens,
+        "rows": [row.hex() for row in digest.rows],
+    }
+
+
 def _peak_rss() -> int:
     """Most memory that this process has held, bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) << 10
     raise MoexpError("the system does not say how much memory a process held", where="/proc/self/status")
-
-
-def _row(found: dict[str, Any], name: str) -> Row:
-    one = found["methods"][name]
-    bandwidth = statistics.median(one["disk_bytes_s"])
-    bytes_per_token = one["read_bytes"] / one["tokens"]
-    rate = one["tokens"] / one["decode_s"]
-    return {
-        "method": name,
-        "tokens": one["tokens"],
-        "cycles": one["cycles"],
-        "tokens_per_s": rate,
-        "alpha": one["tokens"] / one["cycles"],
-        "experts_per_token": one["demanded"] / one["tokens"],
-        "bytes_per_token": bytes_per_token,
-        "disk_bytes_s": bandwidth,
-        "bound_tokens_per_s": bandwidth / bytes_per_token,
-        "share_of_bound": rate * bytes_per_token / bandwidth,
-        "stall_share": one["stall_s"] / one["decode_s"],
-        "peak_rss_gib": found["peak_rss_bytes"] / 2**30,
-        "bit_exact": "yes" if one["bit_exact"] else "no",
-        "tag": "measured",
-    }
-
-
-def _markdown(found: dict[str, Any], rows: list[Row], provenance: dict[str, Any]) -> str:
-    header = ["method", "tokens/s", "alpha", "GB/token", "bound, tokens/s", "share of bound", "stall", "bits of AR"]
-    shown = [
-        [
-            str(row["method"]),
-            text(row["tokens_per_s"]),
-            text(row["alpha"]),
-            text(float(row["bytes_per_token"] or 0) / 1e9),
-            text(row["bound_tokens_per_s"]),
-            text(row["share_of_bound"]),
-            text(row["stall_share"]),
-            str(row["bit_exact"]),
-        ]
-        for row in rows
-    ]
-    gib = 2**30
-    samples = [sample / 1e9 for one in found["methods"].values() for sample in one["disk_bytes_s"]]
-    parts = [
-        "# A target larger than memory",
-        f"{found['checkpoint_bytes'] / 1e9:.1f} GB of random bf16 weights in the format of DeepSeek-V2-Lite; "
-        f"{found['experts']} routed experts of {found['expert_bytes'] / 1e6:.2f} MB, {found['experts_per_token']} a "
-        f"token, all read cold from disk; {found['resident_bytes'] / gib:.2f} GiB of other weights in memory.",
-        view_text(View("experts on disk (measured)", header, shown)),
-        f"Peak memory of the decoding process: {found['peak_rss_bytes'] / gib:.2f} GiB (goal: at most "
-        f"{GOAL_RSS_GIB:g}); after loading: {found['loaded_rss_bytes'] / gib:.2f} GiB. Goal for AR's share of the "
-        f"bound: {GOAL_SHARE:g}.",
-        f"The bound is what {found['io_threads']} threads get from {'O_DIRECT' if found['direct'] else 'buffered'} "
-        f"reads of {found['read_bytes'] / 1e6:.2f} MB between its cycles ({min(samples):.2f} to {max(samples):.2f} "
-        "GB/s; the median counts), over the bytes that a token demands. Weights are random, so alpha says nothing of "
-        "real targets; that every row of logits has AR's bits does.",
-        f"Provenance: {provenance_text([provenance], threads=found['threads'])}.",
-    ]
-    return "\n\n".join(parts) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

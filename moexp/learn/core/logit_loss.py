@@ -21,16 +21,12 @@ CHUNK = 128  # tokens whose logits exist at once: 25 MB in fp32 at a vocabulary 
 
 @dataclass
 class LogitLoss:
-    """Sums over the tokens counted; `loss` carries the gradient. Divide by `tokens` for means.
-
-    `kl` is KL(target || draft) in nats at temperature 1, `agree` counts equal argmaxes, `nll` is the student's
-    cross-entropy against the teacher's argmax.
-    """
+    """Sums over `tokens`; `loss` carries the gradient."""
 
     loss: Tensor
-    kl: float
-    nll: float
-    agree: int
+    kl: float  # KL(target || draft) in nats, at temperature 1
+    nll: float  # the student's cross-entropy against the teacher's argmax
+    agree: int  # equal argmaxes
     tokens: int
 
 
@@ -102,12 +98,14 @@ def logit_loss(
     token_weight: float = 0.0,
     temperature: float = 1.0,
 ) -> LogitLoss:
-    """Equations 8 and 9 of DraftExpert, summed over tokens, differentiable in `student_TH` only.
+    """KL from the teacher and cross-entropy against its argmax, summed over tokens; differentiable in `student_TH`.
 
     Args:
         student_TH, teacher_TH: final hidden states, after the last norm.
         student_head_VH, teacher_head_VH: the frozen heads, in the dtype of the hidden states.
         temperature: softens both distributions in the KL term, which is scaled by its square.
+
+    Paper: DraftExpert eq. 8; DraftExpert eq. 9.
     """
     loss, sums = _FusedLogitLoss.apply(
         student_TH, teacher_TH, student_head_VH, teacher_head_VH, kl_weight, token_weight, temperature

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from moexp.base import ranks
 from moexp.base.atomic import new_folder, recover_folder
 from moexp.base.errors import MoexpError
 from moexp.base.progress import note_of, stage
-from moexp.learn.core.optimizers import STATE, OptimizerName, Optimizers
+from moexp.learn.core.optimizers import ADAMW, STATE, Updates, update
 
 Metrics = dict[str, float]
 OnStep = Callable[[int, Metrics], None]
@@ -62,40 +63,11 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class Updates:
-    """How gradients change parameters.
-
-    Attributes:
-        optimizer: "muon" updates matrices by Muon, the rest by AdamW.
-        clip: largest norm of the gradient.
-        betas: AdamW's.
-        lr_scale: multiplies the learning rate of parameters whose names start with a key.
-    """
-
-    optimizer: OptimizerName = "adamw"
-    clip: float = 1.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    lr_scale: Mapping[str, float] = field(default_factory=dict)
-
-    def optimizers(self, named: Mapping[str, nn.Parameter]) -> Optimizers:
-        """The optimisers of these parameters."""
-        scales = {name: next((s for key, s in self.lr_scale.items() if name.startswith(key)), 1.0) for name in named}
-        return Optimizers(named, scales, self.optimizer, self.betas)
-
-
-@dataclass(frozen=True)
 class Run:
-    """Where a training is saved, and what follows it.
+    """Where a training is saved, and what follows it."""
 
-    Attributes:
-        checkpoint: folder to resume from and to write to; None saves nothing.
-        identity: what a checkpoint belongs to; one with another identity is refused.
-        on_step: see `OnStep`.
-        checkpoint_every_s: seconds between checkpoints.
-    """
-
-    checkpoint: Path | None = None
-    identity: str = ""
+    checkpoint: Path | None = None  # folder to resume from and to write to; None saves nothing
+    identity: str = ""  # what a checkpoint belongs to; one with another identity is refused
     on_step: OnStep = lambda step, metrics: None
     checkpoint_every_s: float = 60.0
 
@@ -131,7 +103,7 @@ def train(
     named: Mapping[str, nn.Parameter],
     schedule: Schedule,
     step_fn: Callable[[int], Metrics],
-    updates: Updates = Updates(),
+    updates: Updates = ADAMW,
     run: Run = UNSAVED,
     extra: Mapping[str, Tensor] | None = None,
 ) -> int:
@@ -145,14 +117,14 @@ def train(
 
     Where several processes share the run, `step_fn` computes the mean over its own share of the batch; gradients are
     averaged in the order of ranks, so that all replicas stay equal to the bit, and metrics are averaged too. The
-    result equals that of one process but for the order in which a batch's rows are summed: not bitwise, because one
-    matrix product adds up all its rows in an order of its own. Rank 0 alone saves; Ctrl-C in one process stops all.
+    result equals that of one process but for the order in which a batch's rows are summed. Rank 0 alone saves; Ctrl-C
+    in one process stops all.
 
     Raises:
         MoexpError: the checkpoint belongs to another run.
     """
     optimizers, extra = updates.optimizers(named), extra or {}
-    step, before_s = _resume(run, optimizers, extra)
+    step, before_s = _resume(run, named, optimizers, extra)
     ranks.take_main([*named.values(), *extra.values()])
     started = saved = time.monotonic()
 
@@ -162,7 +134,7 @@ def train(
     def save() -> None:
         if run.checkpoint is not None and ranks.is_main():
             header = {"step": step, "elapsed_s": elapsed_s(), "identity": run.identity}
-            _save(run.checkpoint, header, optimizers, extra)
+            _save(run.checkpoint, header, named, optimizers, extra)
         ranks.barrier()
 
     with _interrupt_noted() as interrupted:
@@ -171,8 +143,9 @@ def train(
             metrics = _joined(named, step_fn(step))
             norm = float(nn.utils.clip_grad_norm_(named.values(), updates.clip))
             if math.isfinite(norm):  # a batch that overflows is dropped, not learned from
-                optimizers.step(rate)
-            optimizers.clear()
+                update(optimizers, rate)
+            for parameter in named.values():
+                parameter.grad = None
             step += 1
             run.on_step(step, {**metrics, "lr": rate, "grad_norm": norm, "elapsed_s": elapsed_s()})
             if ranks.any_of(interrupted()):
@@ -225,17 +198,26 @@ def _interrupt_noted() -> Iterator[Callable[[], bool]]:
             signal.signal(signal.SIGINT, before)
 
 
-def _save(folder: Path, header: dict[str, Any], optimizers: Optimizers, extra: Mapping[str, Tensor]) -> None:
+def _save(
+    folder: Path,
+    header: dict[str, Any],
+    named: Mapping[str, nn.Parameter],
+    optimizers: Mapping[str, Optimizer],
+    extra: Mapping[str, Tensor],
+) -> None:
     tensors = {f"extra.{name}": tensor for name, tensor in extra.items()}
-    for name, parameter in optimizers.named.items():
+    for name, parameter in named.items():
         tensors[f"parameter.{name}"] = parameter
-        tensors |= {f"{key}.{name}": value for key, value in optimizers.state(name).items()}
+        state = optimizers[name].state.get(parameter, {})  # empty before its first update
+        tensors |= {f"{key}.{name}": state[key] for key in STATE if key in state}
     with new_folder(folder) as temp:
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temp / "state.safetensors")
         (temp / "state.json").write_text(json.dumps(header))
 
 
-def _resume(run: Run, optimizers: Optimizers, extra: Mapping[str, Tensor]) -> tuple[int, float]:
+def _resume(
+    run: Run, named: Mapping[str, nn.Parameter], optimizers: Mapping[str, Optimizer], extra: Mapping[str, Tensor]
+) -> tuple[int, float]:
     """Steps and seconds of the checkpoint, whose tensors are taken over; (0, 0.0) where there is none."""
     folder = run.checkpoint
     if folder is None:
@@ -254,9 +236,9 @@ def _resume(run: Run, optimizers: Optimizers, extra: Mapping[str, Tensor]) -> tu
         keys = set(saved.keys())
         for name, tensor in extra.items():
             tensor.copy_(saved.get_tensor(f"extra.{name}"))
-        for name, parameter in optimizers.named.items():
+        for name, parameter in named.items():
             parameter.copy_(saved.get_tensor(f"parameter.{name}"))
             state = {key: saved.get_tensor(f"{key}.{name}") for key in STATE if f"{key}.{name}" in keys}
             if state:
-                optimizers.restore(name, state)
+                optimizers[name].state[parameter] = state
     return int(header["step"]), float(header["elapsed_s"])

@@ -1,7 +1,7 @@
 """What a model is fed while it writes a corpus: the first words of a question; question and answer are its own.
 
-Few words steer the kind of text (problems, code, summaries, instructions, talk) and the model supplies variety, in
-its own chat format.
+Few words steer the kind of text (problems, code, summaries, instructions, talk); the model supplies variety, in its
+own chat format.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from moexp.learn.core.loop import UNSAVED, Metrics, Run, Schedule, Updates, own_rows, train
-from moexp.learn.core.optimizers import OptimizerName
+from moexp.learn.core.loop import UNSAVED, Metrics, Run, Schedule, own_rows, train
+from moexp.learn.core.optimizers import OptimizerName, Updates
 from moexp.learn.draft_expert.losses import Weights, draft_expert_loss
 from moexp.learn.draft_expert.path import DraftPath
 

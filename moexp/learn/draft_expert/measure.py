@@ -75,11 +75,8 @@ def measure_acceptance(
     """Greedy acceptance from held-out contexts.
 
     At every position in `starts` (2 and up), the target's KV holds the context before it, the draft path proposes K
-    tokens (its own KV inside the block), and the target verifies them; a draft counts as accepted while it equals the
-    target's argmax.
-
-    Args:
-        contexts: of these rows and starts, if they are at hand.
+    tokens (its own KV inside the block), and the target verifies them; a draft is accepted while it equals the
+    target's argmax. `contexts` are those of these rows and starts, if they were computed before.
     """
     model, layers, experts = path.model, path.spec.moe_layers, path.spec.num_experts
     accepted_NK: list[Tensor] = []

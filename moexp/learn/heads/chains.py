@@ -69,10 +69,8 @@ class TargetPass:
 class Chains:
     """Chains of head steps from roots in all rows.
 
-    Attributes:
-        hidden: the head's output [B, R, H] of the last step of every chain.
-        roots: positions [R] of the roots: at first all n.
-        depth: steps made beyond step 0.
+    `hidden` is the head's output [B, R, H] of the last step, `roots` the positions [R] of the roots (at first all n),
+    `depth` the number of steps beyond step 0.
     """
 
     def __init__(self, head: DraftHead, rows_BL: Tensor, features_BLF: Tensor) -> None:

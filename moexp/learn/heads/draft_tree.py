@@ -50,41 +50,38 @@ def grow_trees(chains: Chains, *, depth: int, width: int) -> Trees:
         width: nodes that stay at each of `depth` levels, and children that a node proposes.
     """
     head, cache = chains.head, chains.cache.fork()
-    batch, roots = chains.hidden.shape[:2]
-    log_q_BRD = head.logits(chains.hidden).log_softmax(-1)
-    score_BRW, draft_BRW = log_q_BRD.topk(width, dim=-1)
-    token_BRW, parent_BRW = head.target_ids(draft_BRW), torch.full_like(draft_BRW, -1)
-    state_BRWH = chains.hidden[:, :, None].expand(-1, -1, width, -1)
-    above_BRWN = torch.eye(width, dtype=torch.bool, device=token_BRW.device).expand(batch, roots, width, width)
-    tokens, parents, scores, above = [token_BRW], [parent_BRW], [score_BRW], [above_BRWN]
-    for level in range(1, depth):
-        out_BTH = head(
-            token_BRW.flatten(1),
-            state_BRWH.flatten(1, 2),
-            (chains.roots + level).repeat_interleave(width)[None],
-            _node_mask(chains.roots, chains.pairs, above_BRWN, width),
-            cache,
-        )
-        out_BRWH = out_BTH.view(batch, roots, width, -1)
-        child_BRWC, draft_BRWC = head.logits(out_BRWH).log_softmax(-1).topk(width, dim=-1)
-        score_BRW, best_BRW = (score_BRW[..., None] + child_BRWC).flatten(2).topk(width, dim=-1)
-        local_BRW = best_BRW // width
-        token_BRW = head.target_ids(draft_BRWC.flatten(2).gather(2, best_BRW))
-        state_BRWH = out_BRWH.gather(2, local_BRW[..., None].expand(-1, -1, -1, out_BRWH.shape[-1]))
-        inherited = above_BRWN.gather(2, local_BRW[..., None].expand(-1, -1, -1, above_BRWN.shape[-1]))
-        own = torch.eye(width, dtype=torch.bool, device=token_BRW.device).expand(batch, roots, width, width)
-        above_BRWN = torch.cat([inherited, own], dim=-1)
-        tokens.append(token_BRW)
-        parents.append(local_BRW + (level - 1) * width)
-        scores.append(score_BRW)
-        above.append(above_BRWN)
-    nodes = depth * width
+    out_BRPH = fed_BRPH = chains.hidden[:, :, None]  # P parents: the root, then the nodes of the level before
+    batch, roots = out_BRPH.shape[:2]
+    own_WW = torch.eye(width, dtype=torch.bool, device=out_BRPH.device).expand(batch, roots, width, width)
+    score_BRP = torch.zeros(batch, roots, 1, device=out_BRPH.device)
+    above_BRPN = own_WW[:, :, :1, :0]
+    tokens, parents, scores, above = (list[Tensor]() for _ in range(4))
+    for level in range(depth):
+        if level:
+            out_BTH = head(
+                tokens[-1].flatten(1),
+                fed_BRPH.flatten(1, 2),
+                (chains.roots + level).repeat_interleave(width)[None],
+                _node_mask(chains.roots, chains.pairs, above_BRPN, width),
+                cache,
+            )
+            out_BRPH = out_BTH.view(batch, roots, width, -1)
+        child_BRPC, draft_BRPC = head.logits(out_BRPH).log_softmax(-1).topk(width, dim=-1)
+        score_BRP, best_BRW = (score_BRP[..., None] + child_BRPC).flatten(2).topk(width, dim=-1)
+        parent_BRW1 = (best_BRW // width)[..., None]
+        fed_BRPH = out_BRPH.gather(2, parent_BRW1.expand(-1, -1, -1, out_BRPH.shape[-1]))
+        inherited = above_BRPN.gather(2, parent_BRW1.expand(-1, -1, -1, above_BRPN.shape[-1]))
+        above_BRPN = torch.cat([inherited, own_WW], dim=-1)
+        tokens.append(head.target_ids(draft_BRPC.flatten(2).gather(2, best_BRW)))
+        parents.append(parent_BRW1[..., 0] + (level - 1) * width if level else torch.full_like(best_BRW, -1))
+        scores.append(score_BRP)
+        above.append(F.pad(above_BRPN, (0, (depth - 1 - level) * width)))
     return Trees(
         tokens_BRN=torch.cat(tokens, dim=2),
         parents_BRN=torch.cat(parents, dim=2),
-        ancestors_BRNN=torch.cat([F.pad(part, (0, nodes - part.shape[-1])) for part in above], dim=2),
+        ancestors_BRNN=torch.cat(above, dim=2),
         scores_BRN=torch.cat(scores, dim=2),
-        depths_N=torch.arange(1, depth + 1, device=token_BRW.device).repeat_interleave(width),
+        depths_N=torch.arange(1, depth + 1, device=own_WW.device).repeat_interleave(width),
     )
 
 
@@ -115,14 +112,13 @@ def read_target(
         most likely token there.
     """
     batch, roots, nodes = trees.tokens_BRN.shape
-    length = seen.final_BLH.shape[1]
     inner = int((trees.depths_N < trees.depths_N[-1]).sum())  # the last level has no children to be judged
     states_BRPH = seen.final_BLH[:, roots_R + 1][:, :, None]
     if inner:
         own_BRPP = trees.ancestors_BRNN[:, :, :inner, :inner]
         same_RR = torch.eye(roots, dtype=torch.bool, device=roots_R.device)
         tree_BTT = (own_BRPP[:, :, :, None] & same_RR[None, :, None, :, None]).reshape(batch, roots * inner, -1)
-        known_RL = pairs_up_to(roots_R + 1, length)
+        known_RL = pairs_up_to(roots_R + 1, seen.final_BLH.shape[1])
         known_BTL = known_RL.repeat_interleave(inner, dim=0)[None].expand(batch, -1, -1)
         positions_RP = roots_R[:, None] + 1 + trees.depths_N[None, :inner]
         base: Any = model.model

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from moexp.learn.core.loop import UNSAVED, Metrics, Run, Schedule, Updates, own_rows, train
+from moexp.learn.core.loop import UNSAVED, Metrics, Run, Schedule, own_rows, train
+from moexp.learn.core.optimizers import Updates
 from moexp.learn.heads.chains import Chains, TargetPass
 from moexp.learn.heads.gto import TreeSettings, group_roots, tree_loss
 from moexp.learn.heads.unrolled import HeadSettings, unrolled_loss

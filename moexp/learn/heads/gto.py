@@ -29,27 +29,19 @@ from moexp.target.heads.eagle_head import EagleHead
 
 @dataclass(frozen=True)
 class TreeSettings:
-    """The tree part of the loss; defaults are the paper's where it gives them.
+    """The tree part of the loss; defaults are the paper's where it gives them."""
 
-    Attributes:
-        depth, width: shape of the trees, as drafted in decoding (`draft_tree.grow_trees`).
-        groups: K, groups a row.
-        group: m, adjacent positions a group.
-        eta: sharpness of the reward's smooth maximum over branches.
-        weight: omega, of the surrogate beside the token loss.
-        clip: epsilon, how far the ratio may move the loss.
-        floor: added to the standard deviation. At the start M = M0 and all rewards are rounding noise, which this
-            keeps from being blown up to advantages of order one.
-    """
-
-    depth: int = 3
+    depth: int = 3  # of the trees, as drafted in decoding (`draft_tree.grow_trees`)
     width: int = 2
-    groups: int = 2
-    group: int = 8
-    eta: float = 1.0
-    weight: float = 0.5
-    clip: float = 0.2
+    groups: int = 2  # K, groups a row
+    group: int = 8  # m, adjacent positions a group
+    eta: float = 1.0  # sharpness of the reward's smooth maximum over branches
+    weight: float = 0.5  # omega, of the surrogate beside the token loss
+    clip: float = 0.2  # epsilon, how far the ratio may move the loss
     floor: float = 1e-3
+    """Added to the standard deviation. At the start M = M0 and all rewards are rounding noise, which this keeps from
+    being blown up to advantages of order one.
+    """
 
     def __post_init__(self) -> None:
         for name in ("depth", "width", "groups", "group"):
@@ -86,7 +78,7 @@ def tree_loss(
     roots_R: Tensor,
     tree: TreeSettings,
 ) -> tuple[Tensor, Metrics]:
-    """Equation 12 over all groups of a batch, and metrics.
+    """GTO's equation 12 over all groups of a batch, and metrics.
 
     Metrics: `reward` and `reward_reference`, `expected` and `expected_reference` (drafted tokens accepted on average at
     temperature 1), `path` (mean length of the accepted path), `ratio`, `clipped` (share).
@@ -120,14 +112,14 @@ def tree_loss(
 
 
 def group_advantages(reward_BR: Tensor, group: int, floor: float) -> Tensor:
-    """Equation 10: rewards minus the mean of their group, over its standard deviation (of the population)."""
+    """GTO's equation 10: rewards minus the mean of their group, over its standard deviation (of the population)."""
     grouped = reward_BR.unflatten(1, (-1, group))
     centred = grouped - grouped.mean(-1, keepdim=True)
     return (centred / (grouped.std(-1, correction=0, keepdim=True) + floor)).flatten(1)
 
 
 def clipped_surrogate(ratio: Tensor, advantage: Tensor, clip: float) -> Tensor:
-    """Equation 12, the mean over all positions."""
+    """GTO's equation 12, the mean over all positions."""
     bounded = ratio.clamp(1 - clip, 1 + clip)
     return -torch.minimum(ratio * advantage, bounded * advantage).mean()
 

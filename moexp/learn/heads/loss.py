@@ -50,18 +50,16 @@ def read_teacher(final_TH: Tensor, head_VH: Tensor, target_ids_D: Tensor, draft_
 
 @dataclass
 class HeadLoss:
-    """Sums over positions; `loss` (cross-entropy) carries the gradient.
-
-    `kl` is KL(p' || q) over the `inside` positions whose best token can be drafted. Over all `tokens`: `agree` counts
-    equal most likely tokens, `overlap` sums min(p, q) with the target's true p, the chance that a token drawn from q is
-    accepted at temperature 1.
-    """
+    """Sums over positions; `loss` (cross-entropy) carries the gradient."""
 
     loss: Tensor
-    kl: float
-    agree: int
+    kl: float  # KL(p' || q) over the `inside` positions
+    agree: int  # equal most likely tokens, over all `tokens`
     overlap: float
-    inside: int
+    """Sum over all `tokens` of min(p, q) with the target's true p: the chance that a token drawn from q is accepted at
+    temperature 1.
+    """
+    inside: int  # positions whose best token can be drafted
     tokens: int
 
 

@@ -33,29 +33,17 @@ StepLoss = Callable[[Tensor, slice], tuple[HeadLoss | LogitLoss, float]]
 
 @dataclass(frozen=True)
 class HeadSettings:
-    """How a head is trained.
-
-    Attributes:
-        schedule: updates and learning rate.
-        steps: draft steps of the training-time test; 1 trains on true states alone.
-        decay: weight of a step relative to the one before.
-        rows: corpus rows a batch.
-        clip: largest norm of the gradient.
-        seed: of the batches.
-        autocast: run the head in bf16 (its weights and losses stay in fp32).
-        optimizer: "muon" learns the layer's matrices by Muon and the rest by AdamW.
-        token_weight: of an MTP head's cross-entropy.
-    """
+    """How a head is trained."""
 
     schedule: Schedule
-    steps: int = 3
-    decay: float = 0.8
-    rows: int = 8
-    clip: float = 0.5
-    seed: int = 0
-    autocast: bool = True
+    steps: int = 3  # draft steps of the training-time test; 1 trains on true states alone
+    decay: float = 0.8  # weight of a step relative to the one before
+    rows: int = 8  # corpus rows a batch
+    clip: float = 0.5  # largest norm of the gradient
+    seed: int = 0  # of the batches
+    autocast: bool = True  # run the head in bf16 (its weights and losses stay in fp32)
     optimizer: OptimizerName = "adamw"
-    token_weight: float = 0.1
+    token_weight: float = 0.1  # of an MTP head's cross-entropy
 
     def __post_init__(self) -> None:
         if self.steps < 1:

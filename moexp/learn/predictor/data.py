@@ -18,20 +18,15 @@ from moexp.data.traces import RoutingGeometry, Trace, TraceShard
 
 @dataclass(frozen=True)
 class RoutingRows:
-    """A trace in memory, and the rows it is cut into: row r is the tokens `begin_R[r]` to `end_R[r]`.
-
-    Attributes:
-        first_T: whether a token is the first of its sample.
-        sample_R: the sample that each row is a piece of.
-    """
+    """A trace in memory, and the rows it is cut into: row r is the tokens `begin_R[r]` to `end_R[r]`."""
 
     geometry: RoutingGeometry
     token_T: np.ndarray
     experts_TLk: np.ndarray
-    first_T: np.ndarray
+    first_T: np.ndarray  # whether a token is the first of its sample
     begin_R: np.ndarray
     end_R: np.ndarray
-    sample_R: np.ndarray
+    sample_R: np.ndarray  # the sample that each row is a piece of
 
     def __len__(self) -> int:
         return len(self.begin_R)
@@ -43,20 +38,14 @@ class RoutingRows:
 
 @dataclass(frozen=True)
 class RoutingBatch:
-    """Some rows, padded behind, where no token of a row can look.
+    """Some rows, padded behind, where no token of a row can look."""
 
-    Attributes:
-        ids_BT: token ids.
-        live_BT: which are no padding.
-        experts_PLk: what the live tokens were routed to, row by row.
-    """
-
-    ids_BT: Tensor
-    live_BT: Tensor
-    experts_PLk: Tensor
+    ids_BT: Tensor  # token ids
+    live_BT: Tensor  # which are no padding
+    experts_PLk: Tensor  # what the live tokens were routed to, row by row
 
     def to(self, device: torch.device) -> RoutingBatch:
-        """The same where a predictor is."""
+        """The same on another device."""
         return RoutingBatch(self.ids_BT.to(device), self.live_BT.to(device), self.experts_PLk.to(device))
 
 
@@ -86,15 +75,9 @@ def rows_of(shards: Sequence[TraceShard], geometry: RoutingGeometry, context: in
         for begin in range(int(start), int(end), context)
     ]
     begin_R, end_R, sample_R = (np.array(column) for column in zip(*pieces, strict=True))
-    return RoutingRows(
-        geometry,
-        np.concatenate([shard.token_T for shard in shards]),
-        np.concatenate([shard.experts_TLk for shard in shards]),
-        first_T,
-        begin_R,
-        end_R,
-        sample_R,
-    )
+    token_T = np.concatenate([shard.token_T for shard in shards])
+    experts_TLk = np.concatenate([shard.experts_TLk for shard in shards])
+    return RoutingRows(geometry, token_T, experts_TLk, first_T, begin_R, end_R, sample_R)
 
 
 def split_rows(rows: RoutingRows, held_out: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -116,8 +99,8 @@ def batch_of(rows: RoutingRows, chosen: Sequence[int] | np.ndarray) -> RoutingBa
     """These rows as one batch."""
     lengths_B = rows.end_R[chosen] - rows.begin_R[chosen]
     live_BT = np.arange(lengths_B.max()) < lengths_B[:, None]
-    at_P = rows.tokens_of(chosen)
+    index_P = rows.tokens_of(chosen)
     ids_BT = np.zeros(live_BT.shape, dtype=np.int64)
-    ids_BT[live_BT] = rows.token_T[at_P]
-    experts_PLk = rows.experts_TLk[at_P].astype(np.int64)
+    ids_BT[live_BT] = rows.token_T[index_P]
+    experts_PLk = rows.experts_TLk[index_P].astype(np.int64)
     return RoutingBatch(torch.from_numpy(ids_BT), torch.from_numpy(live_BT), torch.from_numpy(experts_PLk))

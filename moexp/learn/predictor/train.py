@@ -1,4 +1,4 @@
-"""`moexp train-predictor`: the expert predictor learns from a routing trace (EcoSpec, section 4.1 and appendix B.1)."""
+"""`moexp train-predictor`: the expert predictor learns from a routing trace."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from moexp.base.compute import training_device
 from moexp.base.progress import note_of, stage
 from moexp.config.recipe import Recipe
 from moexp.data.traces import Trace
-from moexp.learn.core.loop import UNSAVED, Metrics, Run, Updates, own_rows, train
+from moexp.learn.core.loop import UNSAVED, Metrics, Run, own_rows, train
+from moexp.learn.core.optimizers import Updates
 from moexp.learn.corpus.files import tokenizer_id
 from moexp.learn.predictor.baselines import baseline_hits
 from moexp.learn.predictor.data import batch_of, read_rows
@@ -84,14 +85,16 @@ def train_predictor(
 
     Args:
         out: the predictor's folder; beside it, until it is done, a `.work` folder to resume from.
-        cache: where what the target was carved from is kept.
+        cache: folder of the dense models that targets are carved from.
 
     Returns:
         the metrics: tokens and samples held out, hits of each predictor by layer, their overlap, and the overlap of
         the checkpoints that were saved on the way.
 
     Raises:
-        MoexpError: a trace of another vocabulary or of one sample only, a backbone that cannot be had.
+        MoexpError: a trace of another vocabulary or of one sample only, a backbone that cannot be opened.
+
+    Paper: EcoSpec section 4.1.
     """
     section, identity, work = recipe.predictor, trace.manifest.target, work_folder(out)
     with stage("Read the trace", None):

@@ -23,7 +23,8 @@ from transformers import Glm4MoeForCausalLM, LlamaForCausalLM
 
 from moexp.learn.core.experts import hooked, set_training_experts
 from moexp.learn.core.logit_loss import logit_loss
-from moexp.learn.core.loop import UNSAVED, Metrics, Run, Schedule, Updates, own_rows, train
+from moexp.learn.core.loop import UNSAVED, Metrics, Run, Schedule, own_rows, train
+from moexp.learn.core.optimizers import Updates
 from moexp.learn.target.routing import LoadBalancer, RoutingLocality
 from moexp.target.carve import LayerPlan
 from moexp.target.delta import as_delivered, kind_of
@@ -31,19 +32,17 @@ from moexp.target.delta import as_delivered, kind_of
 
 @dataclass(frozen=True)
 class RepairSettings:
-    """All stages. The two `rows` are batches in rows of the corpus; `bias_rate` moves the load-balancing bias;
-    `density` is that of the delta, for its stage; `locality` weighs `RoutingLocality` in the end-to-end stages.
-    """
+    """All stages."""
 
     layerwise: Schedule
     end_to_end: Schedule
     delta: Schedule | None = None
-    density: float = 0.14
-    layerwise_rows: int = 4
+    density: float = 0.14  # of the delta, for its stage
+    layerwise_rows: int = 4  # corpus rows a batch, of the first stage and of the others
     rows: int = 8
     router_weight: float = 0.05
-    bias_rate: float = 1e-3
-    locality: float = 0.0
+    bias_rate: float = 1e-3  # by which the load-balancing bias moves
+    locality: float = 0.0  # weight of `RoutingLocality`, end to end
     seed: int = 0
 
 

@@ -1,4 +1,4 @@
-"""What a routing trace says: how evenly experts are used, and how the union of experts grows with a block. Pure numpy.
+"""Statistics of a routing trace: how evenly experts are used, and how the union of experts grows with a block.
 
 Shapes: T tokens, L MoE layers, E experts, k experts a token, B block lengths.
 """
@@ -40,17 +40,14 @@ class ExpertLoad:
 
 @dataclass(frozen=True)
 class UnionGrowth:
-    """Distinct experts that blocks of consecutive tokens choose in a layer (DraftExpert, equation 3 and figure 5).
+    """Distinct experts that blocks of consecutive tokens choose in a layer.
 
-    Attributes:
-        unique_LB: mean over all blocks of 1 to B tokens, by layer; NaN where no text is that long.
-        blocks_B: how many blocks that is, a layer.
-        uniform_B: expectation if every token chose its k experts uniformly and independently.
+    Paper: DraftExpert eq. 3; DraftExpert Figure 5.
     """
 
-    unique_LB: np.ndarray
-    blocks_B: np.ndarray
-    uniform_B: np.ndarray
+    unique_LB: np.ndarray  # mean over all blocks of 1 to B tokens; NaN where no text is that long
+    blocks_B: np.ndarray  # number of blocks in a layer
+    uniform_B: np.ndarray  # expectation if every token chose its k experts uniformly and independently
 
     @property
     def mean_B(self) -> np.ndarray:

@@ -42,12 +42,7 @@ class DraftVocab:
         return table_V
 
     @classmethod
-    def whole(cls, vocab: int) -> DraftVocab:
-        """Every token can be drafted."""
-        return cls(torch.zeros(vocab, dtype=torch.long), torch.ones(vocab, dtype=torch.bool))
-
-    @classmethod
-    def of(cls, target_ids: Iterable[int], vocab: int) -> DraftVocab:
+    def from_ids(cls, target_ids: Iterable[int], vocab: int) -> DraftVocab:
         """The vocabulary of these distinct target ids, in ascending order."""
         ids_D = torch.tensor(sorted(set(target_ids)), dtype=torch.long)
         if not len(ids_D) or ids_D[0] < 0 or ids_D[-1] >= vocab:
@@ -84,7 +79,7 @@ def pick_draft_vocab(counts_V: Tensor, size: int, *, always: Iterable[int] = ())
         raise MoexpError(f"token id {forced[-1]} cannot be drafted", valid=f"ids from 0 to {vocab - 1}")
     first = counts_V.clone()
     first[forced] = counts_V.max() + 1
-    return DraftVocab.of(first.argsort(descending=True, stable=True)[:size].tolist(), vocab)
+    return DraftVocab.from_ids(first.argsort(descending=True, stable=True)[:size].tolist(), vocab)
 
 
 def coverage(vocab: DraftVocab, counts_V: Tensor) -> float:
@@ -105,36 +100,27 @@ def checked_vocab(d2t: Tensor | None, t2d: Tensor | None, *, draft: int, vocab: 
     """
     if d2t is None:
         if draft != vocab or (t2d is not None and not bool(t2d.bool().all())):
-            raise MoexpError(
-                f"a draft vocabulary of {draft} tokens without a d2t map", where=where, valid=f"d2t, or all {vocab}"
-            )
-        return DraftVocab.whole(vocab)
+            what = f"a draft vocabulary of {draft} tokens without a d2t map"
+            raise MoexpError(what, where=where, valid=f"d2t, or all {vocab}")
+        return DraftVocab.from_ids(range(vocab), vocab)
     if d2t.shape != (draft,):
-        raise MoexpError(
-            f"d2t has shape {list(d2t.shape)}, but lm_head has {draft} rows", where=where, valid=f"[{draft}]"
-        )
+        what = f"d2t has shape {list(d2t.shape)}, but lm_head has {draft} rows"
+        raise MoexpError(what, where=where, valid=f"[{draft}]")
     if t2d is not None and t2d.shape != (vocab,):
-        raise MoexpError(
-            f"t2d has shape {list(t2d.shape)}, but the target has {vocab} tokens", where=where, valid=f"[{vocab}]"
-        )
+        what = f"t2d has shape {list(t2d.shape)}, but the target has {vocab} tokens"
+        raise MoexpError(what, where=where, valid=f"[{vocab}]")
     if d2t.is_floating_point():
         raise MoexpError(f"d2t is stored as {d2t.dtype}", where=where, valid="integers")
-    d2t_D = d2t.long()
-    ids_D = torch.arange(draft) + d2t_D
+    ids_D = torch.arange(draft) + d2t.long()
     outside = ids_D[(ids_D < 0) | (ids_D >= vocab)]
     if len(outside):
-        raise MoexpError(
-            f"d2t leads to token {int(outside[0])} and {len(outside) - 1} more outside the target's vocabulary",
-            where=where,
-            valid=f"offsets to ids from 0 to {vocab - 1}",
-        )
+        what = f"d2t leads to token {int(outside[0])} and {len(outside) - 1} more outside the target's vocabulary"
+        raise MoexpError(what, where=where, valid=f"offsets to ids from 0 to {vocab - 1}")
     if len(ids_D.unique()) != draft:
         raise MoexpError("d2t leads to a token twice", where=where, valid="one draft token for each target token")
     drafted_V = torch.zeros(vocab, dtype=torch.bool)
     drafted_V[ids_D] = True
     if t2d is not None and not torch.equal(t2d.bool(), drafted_V):
-        wrong = int((t2d.bool() != drafted_V).sum())
-        raise MoexpError(
-            f"d2t and t2d disagree about {wrong} tokens", where=where, valid="both maps of one draft vocabulary"
-        )
-    return DraftVocab(d2t_D, drafted_V)
+        what = f"d2t and t2d disagree about {int((t2d.bool() != drafted_V).sum())} tokens"
+        raise MoexpError(what, where=where, valid="both maps of one draft vocabulary")
+    return DraftVocab(d2t.long(), drafted_V)

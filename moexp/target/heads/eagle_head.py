@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from moexp.base.errors import MoexpError
 from moexp.target.heads.draft_vocab import DraftVocab
-from moexp.target.heads.head import Cache, RMSNorm, SharedParts, attention_mask, init_matrices
+from moexp.target.heads.head import Cache, DraftHead, RMSNorm, SharedParts, init_matrices
 
 FEATURES = 3
 
@@ -88,8 +88,8 @@ def default_feature_layers(num_layers: int) -> tuple[int, ...]:
     return (0, (num_layers - 1) // 2, num_layers - 1)
 
 
-class EagleHead(nn.Module):
-    """See `draft_head.DraftHead` for how it is called.
+class EagleHead(DraftHead):
+    """The head over a draft vocabulary of its own.
 
     Args:
         config: geometry.
@@ -120,19 +120,14 @@ class EagleHead(nn.Module):
         """The fused states [B, T, H] of features [B, T, 3 x target width]."""
         return self.fc(features_BTF.to(self.fc.weight.dtype))
 
-    def forward(
-        self,
-        ids_BT: Tensor,
-        hidden_BTH: Tensor,
-        positions_BT: Tensor,
-        mask_BTK: Tensor | None = None,
-        cache: Cache | None = None,
+    def embed(self, ids: Tensor) -> Tensor:
+        """By the head's own table, where it has one."""
+        return self.shared.embed(ids) if self.embed_tokens is None else self.embed_tokens(ids)
+
+    def step(
+        self, embedded_BTH: Tensor, hidden_BTH: Tensor, positions_BT: Tensor, mask_B1TK: Tensor, cache: Cache | None
     ) -> Tensor:
-        """One step; gives hidden states before the final norm."""
-        before = 0 if cache is None else cache.length
-        mask_B1TK = attention_mask(mask_BTK, ids_BT.shape[1], before, hidden_BTH.device)
-        embed = self.shared.embed if self.embed_tokens is None else self.embed_tokens
-        embedded_BTH = embed(ids_BT).to(self.fc.weight.dtype)
+        """Gives hidden states before the final norm."""
         return self.midlayer(embedded_BTH, hidden_BTH, self.shared.rotary, positions_BT, mask_B1TK, cache)
 
     def logits(self, hidden_BTH: Tensor) -> Tensor:

@@ -29,22 +29,40 @@ class Cache(Protocol):
         """Appends T pairs; gives all K."""
 
 
-class DraftHead(Protocol):
+@dataclass(frozen=True)
+class SharedParts:
+    """The target's own modules that a head calls and does not own: no parameters of the head, in no checkpoint of it.
+
+    Attributes:
+        embed: token embedding.
+        lm_head: output projection, for heads that have none.
+        rotary: (like, positions) -> cos, sin. Kept here so that casting the head leaves its frequencies in fp32.
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    lm_head: Any
+    rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class DraftHead(nn.Module):
     """A head, as drafters and trainers use it.
 
     Attributes:
         feature_layers: decoder layers of the target whose outputs the head reads, side by side; none: it reads the
             target's final state, after the last norm.
         vocab: V.
+        shared: what it uses of the target.
     """
 
-    feature_layers: tuple[int, ...]
+    feature_layers: tuple[int, ...] = ()
     vocab: int
+    shared: SharedParts
 
     def features(self, features_BTF: Tensor) -> Tensor:
         """The target's states as the head's first hidden states [B, T, H]."""
+        raise NotImplementedError
 
-    def __call__(
+    def forward(
         self,
         ids_BT: Tensor,
         hidden_BTH: Tensor,
@@ -61,30 +79,36 @@ class DraftHead(Protocol):
             mask_BTK: bool, which pairs a pair sees ([T, K] and [1, T, K] for all rows alike); by default causal.
             cache: the pairs before; extended.
         """
+        before = 0 if cache is None else cache.length
+        mask_B1TK = attention_mask(mask_BTK, ids_BT.shape[1], before, hidden_BTH.device)
+        embedded_BTH = self.embed(ids_BT).to(next(self.parameters()).dtype)
+        return self.step(embedded_BTH, hidden_BTH, positions_BT, mask_B1TK, cache)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings of target ids."""
+        return self.shared.embed(ids)
+
+    def step(
+        self, embedded_BTH: Tensor, hidden_BTH: Tensor, positions_BT: Tensor, mask_B1TK: Tensor, cache: Cache | None
+    ) -> Tensor:
+        """`forward` of embedded tokens, under a mask for scaled_dot_product_attention."""
+        raise NotImplementedError
 
     def logits(self, hidden_BTH: Tensor) -> Tensor:
         """fp32 logits [B, T, D] over the draft vocabulary."""
+        raise NotImplementedError
 
     def target_ids(self, draft_ids: Tensor) -> Tensor:
         """Ids of the target's vocabulary."""
+        return draft_ids
 
     def draft_ids(self, target_ids: Tensor) -> Tensor:
         """Ids of the draft vocabulary, -1 for tokens that are not in it."""
+        return target_ids
 
-
-@dataclass(frozen=True)
-class SharedParts:
-    """The target's own modules that a head calls and does not own: no parameters of the head, in no checkpoint of it.
-
-    Attributes:
-        embed: token embedding.
-        lm_head: output projection, for heads that have none.
-        rotary: (like, positions) -> cos, sin. Kept here so that casting the head leaves its frequencies in fp32.
-    """
-
-    embed: Callable[[Tensor], Tensor]
-    lm_head: Any
-    rotary: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that training changes, by name."""
+        return dict(self.named_parameters())
 
 
 class RMSNorm(nn.Module):
@@ -122,14 +146,14 @@ class HeadCache:
         assert 0 <= length <= self.length, (length, self.length)
         self.length = length
 
-    def compact(self, start: int, kept: Sequence[int]) -> None:
-        """Of the pairs from `start` on, leave those at the absolute places `kept`, in that order."""
-        assert all(start <= place < self.length for place in kept), (start, kept, self.length)
-        places = torch.tensor(kept, dtype=torch.long)
+    def compact(self, start: int, pairs: Sequence[int]) -> None:
+        """Of the pairs from `start` on, keep those with the absolute indices `pairs`, in that order."""
+        assert all(start <= pair < self.length for pair in pairs), (start, pairs, self.length)
+        indices = torch.tensor(pairs, dtype=torch.long)
         for tensor in (self._keys, self._values):
-            if tensor is not None and len(kept):
-                tensor[:, :, start : start + len(kept)] = tensor[:, :, places.to(tensor.device)]
-        self.rollback(start + len(kept))
+            if tensor is not None and len(pairs):
+                tensor[:, :, start : start + len(pairs)] = tensor[:, :, indices.to(tensor.device)]
+        self.rollback(start + len(pairs))
 
     def _write(self, store: Tensor | None, new: Tensor, start: int) -> Tensor:
         if store is None or store.shape[2] < self.capacity or store.shape[0] != new.shape[0]:
@@ -180,7 +204,7 @@ def init_matrices(module: nn.Module, generator: torch.Generator | None = None) -
             nn.init.constant_(parameter, 0.0 if name.endswith("bias") else 1.0)
 
 
-Head = TypeVar("Head", bound=nn.Module)
+Head = TypeVar("Head", bound=DraftHead)
 
 
 def frozen_copy(head: Head) -> Head:

@@ -21,19 +21,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from moexp.base.errors import MoexpError
-from moexp.target.heads.head import Cache, RMSNorm, SharedParts, attention_mask, init_matrices
+from moexp.target.heads.head import Cache, DraftHead, RMSNorm, SharedParts, init_matrices
 
 
-class MtpHead(nn.Module):
-    """See `draft_head.DraftHead` for how it is called; its draft vocabulary is the target's.
+class MtpHead(DraftHead):
+    """Its draft vocabulary is the target's.
 
     Args:
         config: the target's transformers config.
         shared: the target's embedding, output projection and rotary positions.
         layer: the decoder layer (`decoder_layer`).
     """
-
-    feature_layers: tuple[int, ...] = ()
 
     def __init__(self, config: Any, shared: SharedParts, layer: nn.Module) -> None:
         super().__init__()
@@ -49,18 +47,10 @@ class MtpHead(nn.Module):
         """The target's final states [B, T, H], as they are."""
         return features_BTF.to(self.eh_proj.weight.dtype)
 
-    def forward(
-        self,
-        ids_BT: Tensor,
-        hidden_BTH: Tensor,
-        positions_BT: Tensor,
-        mask_BTK: Tensor | None = None,
-        cache: Cache | None = None,
+    def step(
+        self, embedded_BTH: Tensor, hidden_BTH: Tensor, positions_BT: Tensor, mask_B1TK: Tensor, cache: Cache | None
     ) -> Tensor:
-        """One step; gives hidden states after shared_head.norm."""
-        before = 0 if cache is None else cache.length
-        mask_B1TK = attention_mask(mask_BTK, ids_BT.shape[1], before, hidden_BTH.device)
-        embedded_BTH = self.shared.embed(ids_BT).to(self.eh_proj.weight.dtype)
+        """Gives hidden states after shared_head.norm."""
         x_BTH = self.eh_proj(torch.cat([self.enorm(embedded_BTH), self.hnorm(hidden_BTH)], dim=-1))
         x_BTH = self.layer(
             x_BTH,
@@ -76,18 +66,6 @@ class MtpHead(nn.Module):
         """fp32 logits [B, T, V] of the target's own output projection."""
         weight_VH = self.shared.lm_head.weight
         return F.linear(hidden_BTH.to(weight_VH.dtype), weight_VH, self.shared.lm_head.bias).float()
-
-    def target_ids(self, draft_ids: Tensor) -> Tensor:
-        """The same ids."""
-        return draft_ids
-
-    def draft_ids(self, target_ids: Tensor) -> Tensor:
-        """The same ids."""
-        return target_ids
-
-    def trainable(self) -> dict[str, nn.Parameter]:
-        """Everything that is the head's own, by name."""
-        return dict(self.named_parameters())
 
 
 def shared_parts(model: Any) -> SharedParts:
