@@ -13,7 +13,7 @@ from moexp.cli.app import app
 from moexp.papers import load_paper
 from moexp.tables.core.table import Row
 from moexp.tables.ecospec.compare import COLUMNS, FOLDER, compare
-from moexp.tables.ecospec.table_1 import counterpart, paper_beside, plain_name
+from moexp.tables.ecospec.tables_1_and_13 import counterpart, paper_beside, plain_name
 
 PAPER = load_paper("ecospec")
 QWEN, GPT, DEEPSEEK = "Qwen3-235B-A22B", "GPT-OSS-120B", "DeepSeek-V3.1"
@@ -23,7 +23,7 @@ QWEN, GPT, DEEPSEEK = "Qwen3-235B-A22B", "GPT-OSS-120B", "DeepSeek-V3.1"
     "experts, top_k, model", [(128, 8, QWEN), (128, 4, GPT), (256, 8, DEEPSEEK), (64, 6, None), (256, 4, None)]
 )
 def test_a_target_stands_for_the_papers_of_the_same_geometry(experts: int, top_k: int, model: str | None):
-    assert counterpart({"num_experts": experts, "top_k": top_k}, PAPER) == model
+    assert counterpart({"num_experts": experts, "top_k": top_k}) == model
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_a_target_stands_for_the_papers_of_the_same_geometry(experts: int, top_k
 def test_the_papers_figures_stand_beside_the_same_method(model, method, temperature, workload, speedup, alpha, union):
     row: Row = {"method": method, "temperature": temperature, "workload": workload}
     beside = {"paper_model": model, "paper_speedup": speedup, "paper_alpha": alpha, "paper_E": union}
-    assert paper_beside(row, PAPER, model) == beside
+    assert paper_beside(row, model) == beside
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_papers_figures_stand_beside_the_same_method(model, method, temperat
     ],
 )
 def test_other_rows_have_nothing_beside_them(model, method, temperature, workload):
-    assert paper_beside({"method": method, "temperature": temperature, "workload": workload}, PAPER, model) == {}
+    assert paper_beside({"method": method, "temperature": temperature, "workload": workload}, model) == {}
 
 
 def test_names_of_workloads_are_compared_without_case_and_punctuation():
@@ -83,7 +83,7 @@ def averages(temperature: int, *, plain: float, chosen: float, model: str | None
         {"method": "EAGLE-3 + EcoSpec", "speedup": 0.95, "alpha": 1.9, "E": chosen},
     ]
     same: Row = {"temperature": temperature, "workload": "average", "uniform": 29.1}
-    return [same | row | paper_beside(same | row, PAPER, model) for row in rows]
+    return [same | row | paper_beside(same | row, model) for row in rows]
 
 
 def test_one_table_holds_every_models_rows_and_what_marginal_cost_saves(tmp_path: Path):

@@ -94,7 +94,7 @@ with ranks.joined() as run:
     for part, whole in zip(trained(), ranks.on_main(trained)):
         torch.testing.assert_close(part, whole, atol=1e-6, rtol=1e-6)
     assert sum(ranks.gathered(run.speaks())) == 1, "one voice"
-    with run.quiet():
+    with run.silenced():
         print("heard", me)
 ranks.leave(0)
 """

@@ -1,4 +1,4 @@
-"""Files and folders that are either whole or not there: write beside the target, fsync, rename.
+"""Files and folders that are either complete or absent: write beside the target, fsync, rename.
 
 A kill at any point leaves the old content; a full disk is a MoexpError and leaves nothing half-written.
 """
@@ -32,7 +32,7 @@ _REFUSED = (
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replaces the file at `path` by `data`; parents are made. MoexpError where the disk refuses."""
+    """Replaces the file at `path` by `data`; parents are created. MoexpError where the disk refuses."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         temp = _temp_beside(path)
@@ -62,7 +62,7 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path` that takes its place, whole, when the block ends without an error.
+    """A temporary folder beside `path` that replaces it at once when the block ends without an error.
 
     A folder that is there already is replaced. POSIX cannot swap two folders in one step, so the old one is
     first moved to `.NAME.old`; if the process dies between the two renames, the next `new_folder` (or
@@ -119,7 +119,7 @@ def remove_leftovers(folder: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turns a full disk, and a place that may not be written, into a MoexpError; other errors pass.
+    """Turns a full disk, and a path that may not be written, into a MoexpError; other errors pass.
 
     Libraries that write for us wrap the error (safetensors, Arrow), so the message is looked at too.
     """

@@ -8,12 +8,12 @@ class MoexpError(Exception):
 
     Args:
         what: what is wrong, in a few words.
-        where: the file, key or flag it was found in.
+        where: the file, key or flag that holds it.
         valid: what would have been accepted.
     """
 
     def __init__(self, what: str, *, where: str = "", valid: str = "") -> None:
         self.what, self.where, self.valid = what, where, valid
-        place = f" ({where})" if where else ""
+        position = f" ({where})" if where else ""
         hint = f"; valid: {valid}" if valid else ""
-        super().__init__(f"{what}{place}{hint}")
+        super().__init__(f"{what}{position}{hint}")

@@ -25,7 +25,7 @@ def hub_rows(
     Args:
         location: `repo[:config][:split]`.
         prefer: the splits to look for, in this order, where none is named.
-        streaming: read rows over the network as they are asked for, without downloading the whole.
+        streaming: read rows over the network one by one, without downloading the data set.
         drop: columns to leave out, never decoded.
 
     Raises:
@@ -83,7 +83,7 @@ def _offline_if_unreachable() -> Iterator[None]:
 
 
 def reachable(endpoint: str) -> bool:
-    """Whether the hub at this address takes a connection, asked once and for five seconds at most."""
+    """Whether the hub at this address takes a connection, within five seconds."""
     if urllib.request.getproxies():
         return True  # a direct connection would prove nothing
     url = urlsplit(endpoint)

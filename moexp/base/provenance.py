@@ -21,7 +21,7 @@ _PACKAGES = ("torch", "transformers", "datasets", "safetensors", "numpy")
 
 
 def collect_provenance(seed: int, argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """What is needed to repeat and to judge a run, as plain JSON; what cannot be found out is None."""
+    """What is needed to repeat and to judge a run, as plain JSON; what is unknown is None."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     return {
         "command": shlex.join(["moexp", *arguments]),
@@ -50,13 +50,13 @@ def git_state(checkout: Path) -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Versions of Python, of this package and of what computes for it."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "moexp": moexp.__version__}
+    known: dict[str, str | None] = {"python": platform.python_version(), "moexp": moexp.__version__}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            known[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found
+            known[package] = None
+    return known
 
 
 def hardware() -> dict[str, Any]:

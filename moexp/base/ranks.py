@@ -75,7 +75,7 @@ def is_main() -> bool:
 
 @dataclass(frozen=True)
 class Run:
-    """This process's part in a run. `claims` counts who has asked before; None in a single process."""
+    """This process's part in a run. `claims` counts earlier claims; None in a single process."""
 
     claims: Callable[[], int] | None = None
 
@@ -85,14 +85,12 @@ class Run:
             return True
         try:
             return self.claims() == 1
-        except RuntimeError:  # whoever kept count is gone, and has spoken
+        except RuntimeError:  # the process that counts has ended, and has spoken
             return False
 
-    def quiet(self) -> Any:
+    def silenced(self) -> Any:
         """Inside, only rank 0's output is seen."""
-        if is_main():
-            return nullcontext()
-        return _silent()
+        return nullcontext() if is_main() else _silent()
 
 
 @contextmanager
@@ -105,7 +103,7 @@ def _silent() -> Iterator[None]:
 def joined() -> Iterator[Run]:
     """Inside, the processes that a launcher started work together; a single one is left as it is.
 
-    Who was inside ends the process by `leave`.
+    A process of several then ends by `leave`.
     """
     if launched() == 1 or world() > 1:
         yield Run()
@@ -123,8 +121,8 @@ def joined() -> Iterator[Run]:
 
 
 def leave(code: object) -> None:
-    """Ends this process at once where it is one of several, with everything said: what the libraries that connected
-    them take apart at a normal end can abort it, and a run that is done would count as failed. A single process goes
+    """Ends this process at once where it is one of several, its output flushed: what the libraries that connected
+    them undo at a normal end can abort it, and a run that is done would count as failed. A single process goes
     on.
     """
     if launched() > 1:

@@ -12,7 +12,7 @@ def solve_ridge(gram_FF: Tensor, mixed_FO: Tensor, share: float) -> Tensor:
     Args:
         gram_FF: sum of the inputs' products with each other.
         mixed_FO: sum of their products with the outputs.
-        share: of the mean of `gram_FF`'s diagonal, what is added to each place of it.
+        share: of the mean of `gram_FF`'s diagonal, what is added to each element of it.
     """
     regular_FF = gram_FF.clone()
     regular_FF.diagonal().add_(share * gram_FF.diagonal().mean())

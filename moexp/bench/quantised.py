@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moexp.base.compute import prepare
+from moexp.base.devices import prepare
 from moexp.base.progress import stage
 from moexp.bench.engine import PromptEngine
 from moexp.bench.folder import add_provenance, begin_run

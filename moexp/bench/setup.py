@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moexp.base.compute import prepare
+from moexp.base.devices import prepare
 from moexp.bench.jobs import Job, RunPlan, make_jobs, select_prompts, tuning_prompts
 from moexp.bench.platforms import Platform
 from moexp.config.locations import draft_folder

@@ -34,7 +34,7 @@ class CommandGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         with ranks.joined() as run:
             try:
-                with run.quiet():
+                with run.silenced():
                     return super().invoke(ctx)
             except MoexpError as error:
                 line = " ".join(str(error).split())

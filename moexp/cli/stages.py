@@ -15,7 +15,7 @@ from rich.console import Console
 
 from moexp.base import ranks
 from moexp.base.atomic import write_json
-from moexp.base.compute import prepare
+from moexp.base.devices import prepare
 from moexp.base.errors import MoexpError
 from moexp.base.provenance import collect_provenance
 from moexp.config import locations

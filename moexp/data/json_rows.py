@@ -56,7 +56,7 @@ def pick_id(row: Row, fields: Sequence[str], default: int) -> Any:
 
 
 def _texts(value: Any) -> tuple[str, ...] | None:
-    """A string, a list of strings, or chat messages (the user's are kept); None for anything else."""
+    """A string, a list of strings, or chat messages (the user's); None for anything else."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, (list, tuple)) or not value:

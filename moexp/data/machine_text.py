@@ -33,7 +33,7 @@ def machine_texts(root: Path | None = None) -> Iterator[str]:
         MoexpError: the folder holds no Python sources (a stripped installation).
     """
     root = root or Path(sysconfig.get_path("stdlib"))
-    # Ordered by hash, so that any prefix of the stream is a mixture of the whole library.
+    # Ordered by hash, so that any prefix of the stream is a mixture of the library.
     ordered = sorted(_source_names(root), key=lambda name: hashlib.sha256(name.encode()).hexdigest())
     if not ordered:
         raise MoexpError(
@@ -79,21 +79,21 @@ def _prose(path: Path) -> list[str]:
         return []
     if path.parts[-2:] == ("pydoc_data", "topics.py"):
         return _topic_paragraphs(tree)
-    found: list[tuple[int, str]] = []
+    texts: list[tuple[int, str]] = []
     string_lines: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             docstring = ast.get_docstring(node)
             if docstring:
-                found.append((node.body[0].lineno, docstring.strip()))
+                texts.append((node.body[0].lineno, docstring.strip()))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             string_lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    found += _comment_blocks(source, string_lines)
-    return [text for _, text in sorted(found)]
+    texts += _comment_blocks(source, string_lines)
+    return [text for _, text in sorted(texts)]
 
 
 def _comment_blocks(source: str, string_lines: set[int]) -> Iterator[tuple[int, str]]:
-    """Runs of whole-line comments long enough to be prose, outside of strings."""
+    """Runs of full-line comments long enough to be prose, outside of strings."""
     block: list[str] = []
     for number, line in enumerate([*source.splitlines(), ""], start=1):
         stripped = line.strip()

@@ -4,7 +4,7 @@ A source is a string, the same everywhere (recipes, flags, Python):
 
     chat | math | code | summary | instruct      one embedded evaluation workload
     embedded                                     all five, interleaved
-    tune                                         prompts kept apart for choosing hyper-parameters
+    tune                                         prompts set aside for choosing hyper-parameters
     path/to/file.jsonl[#field]                   local prompts, one JSON object a line
     hf:repo[:config][:split][#field]             a hub dataset
     gsm8k | humaneval | aime25 | math500 | amc22-24 | mt-bench | mmstar | mbpp | alpaca | cnn-dm
@@ -55,7 +55,7 @@ def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
 
     Args:
         source: an embedded name, a benchmark's, a local JSONL path or a hub dataset. Without `#field` the text
-            is taken from the first of `PROMPT_FIELDS` a row has.
+            comes from the first of `PROMPT_FIELDS` a row has.
         limit: at most that many, from the start; any prefix of `embedded` is balanced over the workloads.
 
     Raises:
@@ -86,10 +86,10 @@ def load_texts(source: str) -> Iterator[str]:
 
     Args:
         source: `machine`, a local .txt (paragraphs joined to chunks), .jsonl or .parquet file, or a hub
-            dataset (streamed). Without `#field` the text is taken from the first of `TEXT_FIELDS` a row has.
+            dataset (streamed). Without `#field` the text comes from the first of `TEXT_FIELDS` a row has.
 
     Raises:
-        MoexpError: as `load_prompts`; raised when the first text is asked for.
+        MoexpError: as `load_prompts`; raised with the first text.
     """
     if source == "machine":
         yield from machine_texts()
@@ -120,7 +120,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answers: Seq
 
     Args:
         tokenizer: one without a chat template gets plain `User:` / `Assistant:` lines.
-        prompt: its first turn is asked; later turns follow once the answers before them are known.
+        prompt: its first turn comes first; later turns follow once the answers before them are known.
         answers: the assistant's earlier answers, fewer than the prompt has turns.
     """
     assert len(answers) < len(prompt.turns), (prompt.id, len(answers))

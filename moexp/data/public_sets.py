@@ -1,4 +1,4 @@
-"""The public benchmarks that the two papers measure on: where their rows are, and the prompt made of a row.
+"""The public benchmarks that the two papers measure on: where their rows are, and the prompt that a row gives.
 
     turns = [turns for _, turns in benchmark_rows("gsm8k", "data/gsm8k_test.jsonl")]
 
@@ -49,7 +49,7 @@ class Benchmark:
     id_field: str | None = None
     exemplars: Exemplars | None = None
     streaming: bool = False
-    """Read over the network row by row: the whole is large, and a few rows are wanted."""
+    """Read over the network row by row: the set is large, and a few rows are wanted."""
     drop: tuple[str, ...] = ()
     """Columns of the hub's data set that are never decoded."""
 
@@ -112,8 +112,8 @@ def benchmark_rows(name: str, path: str | Path | None = None) -> Iterator[tuple[
 
     Args:
         name: one of `BENCHMARKS`.
-        path: a local JSONL file in place of the hub: rows in the hub's fields, or with `turns`, which are taken as
-            they are, the prompt made already.
+        path: a local JSONL file in place of the hub: rows in the hub's fields, or with `turns`, which are used as
+            they are.
 
     Raises:
         MoexpError: an unreachable hub, a missing file or field, missing exemplars.

@@ -29,7 +29,7 @@ from moexp.base.errors import MoexpError
 
 FORMAT = "moexp-routing-trace-1"
 MANIFEST = "manifest.json"
-MADE_BY = "a folder written by `moexp trace-routing`"
+WRITER = "a folder written by `moexp trace-routing`"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RoutingGeometry:
 
 @dataclass(frozen=True)
 class TraceShard:
-    """Some tokens of a trace, in order. `gates_TLk` is None where none were kept."""
+    """Some tokens of a trace, in order. `gates_TLk` is None where none were stored."""
 
     sample_T: np.ndarray
     position_T: np.ndarray
@@ -100,7 +100,7 @@ class TraceManifest:
         return sum(shard.samples for shard in self.shards)
 
     def save(self, folder: Path) -> None:
-        """Writes `manifest.json`, whole or not at all."""
+        """Writes `manifest.json` atomically."""
         counts = {"tokens": self.tokens, "samples": self.samples}
         write_json(folder / MANIFEST, {"format": FORMAT, **counts, **asdict(self)})
 
@@ -133,7 +133,7 @@ def text_hash(token_T: np.ndarray) -> str:
 
 
 def write_shard(folder: Path, number: int, shard: TraceShard, manifest: TraceManifest) -> ShardEntry:
-    """Writes a shard, whole or not at all; the same tokens give the same bytes."""
+    """Writes a shard atomically; the same tokens give the same bytes."""
     geometry = manifest.geometry
     per_token = len(geometry.layers) * geometry.top_k
     columns = {
@@ -175,11 +175,11 @@ def read_manifest(folder: Path) -> TraceManifest:
         shards = [ShardEntry(**entry) for entry in values.pop("shards")]
         return TraceManifest(geometry=geometry, shards=shards, **values)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise MoexpError("no readable trace manifest", where=str(path), valid=MADE_BY) from error
+        raise MoexpError("no readable trace manifest", where=str(path), valid=WRITER) from error
 
 
 def read_trace(folder: Path, fingerprint: str | None = None) -> Trace:
-    """Opens a trace and checks all of it: every shard is there, whole, and of this trace.
+    """Opens a trace and checks all of it: every shard is present, complete, and of this trace.
 
     Args:
         fingerprint: of the target it must be of (`moexp.target.load.target_identity`).
@@ -209,8 +209,8 @@ def expert_demands(trace: Trace) -> dict[tuple[int, int], float]:
     geometry = trace.geometry
     counts_LE = np.zeros((len(geometry.layers), geometry.num_experts), dtype=np.int64)
     for shard in trace.shards():
-        for place, used_Tk in enumerate(shard.experts_TLk.swapaxes(0, 1)):
-            counts_LE[place] += np.bincount(used_Tk.ravel(), minlength=geometry.num_experts)
+        for counts_E, used_Tk in zip(counts_LE, shard.experts_TLk.swapaxes(0, 1), strict=True):
+            counts_E += np.bincount(used_Tk.ravel(), minlength=geometry.num_experts)
     return {
         (layer, expert): float(count)
         for layer, counts_E in zip(geometry.layers, counts_LE.tolist(), strict=True)
@@ -227,12 +227,12 @@ def shard_problem(folder: Path, entry: ShardEntry) -> str:
     if size != entry.bytes:
         return f"has {size} bytes where the manifest says {entry.bytes}"
     with path.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
-    return "" if found == entry.sha256 else "is not the one that the manifest names (sha256)"
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return "" if digest == entry.sha256 else "is not the one that the manifest names (sha256)"
 
 
 def _metadata(manifest: TraceManifest) -> dict[str, str]:
-    """Kept in each shard too, so that one that has lost its folder can be told."""
+    """Stored in each shard too, so that one that has lost its folder can be identified."""
     return {"format": FORMAT, "target": manifest.target, "geometry": json.dumps(asdict(manifest.geometry))}
 
 
@@ -258,4 +258,4 @@ def _load_shard(path: Path, manifest: TraceManifest) -> TraceShard:
             gates_TLk=lists.get("gates"),
         )
     except (OSError, pa.ArrowInvalid, KeyError, ValueError) as error:
-        raise MoexpError("not a shard of a routing trace", where=str(path), valid=MADE_BY) from error
+        raise MoexpError("not a shard of a routing trace", where=str(path), valid=WRITER) from error

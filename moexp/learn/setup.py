@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from moexp.base import ranks
-from moexp.base.compute import Device, training_device
+from moexp.base.devices import Device, training_device
 from moexp.base.progress import stage
 from moexp.config.recipe import Recipe
 from moexp.learn.corpus.files import corpus_rows, load_rows, shipped_corpora

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moexp.base.atomic import write_text
-from moexp.base.compute import prepare
+from moexp.base.devices import prepare
 from moexp.base.errors import MoexpError
 from moexp.base.progress import stage
 from moexp.base.provenance import collect_provenance

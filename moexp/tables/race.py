@@ -5,19 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moexp import metrics
 from moexp.base import atomic
 from moexp.runtime.decoding.method import Method
-from moexp.tables.core.plot import BLUE, GREY, Plot, draw_interval, write_plot
+from moexp.tables.core.plot import BLUE, GREY, Figure, Plot, draw_interval, write_plot
 from moexp.tables.core.provenance import provenance_lines
-from moexp.tables.core.rows import Bootstrapped, of_steps, sameness, steps_of, throughput, with_ends
+from moexp.tables.core.rows import Bootstrapped, sameness, steps_of, throughput, with_ends
 from moexp.tables.core.run import Measured
-from moexp.tables.core.table import Columns, Row, number, set_interval, shown, to_csv, view_of, view_text, wrapped
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from moexp.tables.core.table import Columns, Row, number, shown, to_csv, view_of, view_text, wrapped
 
 AR = "ar"
 COLUMNS = ["target", "platform", "method", "settings", "temperature", "prompts", "tag", "output", "identical"]
@@ -67,7 +63,7 @@ def race_rows(name: str, measured: Measured, methods: Sequence[Method], top_k: i
         }  # fmt: skip
         row |= sameness(arms, ar, temperature)
         row |= throughput(run, arms, None if method.is_ar else ar, top_k)
-        set_interval(row, "experts_per_layer", run.over(arms, of_steps(metrics.experts_per_layer)))
+        row |= run.cells(arms, experts_per_layer=metrics.experts_per_layer)
         for column in ("prefetch_hit", "prefetch_waste", "prefetch_coverage"):
             row[column] = getattr(metrics, column)(steps_of(arms)).value
         rows.append(row)

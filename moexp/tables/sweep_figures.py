@@ -10,16 +10,13 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import pyarrow.parquet as pq
 
 from moexp.tables.core import plot
-from moexp.tables.core.plot import Look, Plot
+from moexp.tables.core.plot import Figure, Look, Plot
 from moexp.tables.core.table import Row, grouped, number
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 LEAST = 3  # values of a grid that make a curve
 

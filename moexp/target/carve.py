@@ -44,7 +44,7 @@ class Geometry:
         """Neurons each routed expert receives.
 
         Raises:
-            MoexpError: the neurons cannot be split as asked.
+            MoexpError: the neurons cannot be split so.
         """
         routed = dense_neurons - self.shared_neurons
         if routed <= 0 or routed % self.routed_experts:

@@ -1,7 +1,7 @@
 """Where each routed expert's bytes lie in a checkpoint: safetensors headers are parsed, no weight is read.
 
 Tensors are stored sorted by name, so an expert's `down`, `gate` and `up` matrices usually follow each other in the
-file: one range read brings the whole expert, and `gate` and `up` can be viewed as one matrix. Checkpoints where they do
+file: one range read brings the expert, and `gate` and `up` can be viewed as one matrix. Checkpoints where they do
 not (other names, other orders, an expert cut by a shard boundary) give several ranges and are equally served. So do
 checkpoints with quantised, fused, transposed or biased experts, which are decoded as they arrive (`coding.py`).
 
@@ -100,7 +100,7 @@ class ExpertIndex:
         coding: how experts are stored, None: as plain matrices.
         locations: key -> where its bytes are.
         keys: all keys, sorted by layer, then expert.
-        dtype: the experts' storage type; of coded ones the type they are served in unless another is asked for.
+        dtype: the experts' storage type; of coded ones the type they are served in by default.
         expert_bytes: weight bytes of one expert in `dtype` (of the largest one, should layers differ).
         tensor_names: names of all routed expert tensors, so that a loader can leave them out.
     """

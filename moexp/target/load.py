@@ -1,6 +1,6 @@
 """Load a target without its routed experts: transformers builds the model, an expert store serves the rest.
 
-The model is built on `meta`, so that nothing of the size of the whole checkpoint is ever allocated; then everything but
+The model is built on `meta`, so that nothing of the size of the checkpoint is ever allocated; then everything but
 the routed experts is read from the shards. The experts stay on `meta`: touching them by mistake raises at once.
 """
 

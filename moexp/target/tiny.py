@@ -1,7 +1,7 @@
 """A random tiny target, built in milliseconds: a real checkpoint folder in a family's own format, for tests.
 
 Its weights are scaled so that greedy decoding wanders instead of repeating one token, and so that a draft path with
-fewer routed experts agrees with the whole model on some tokens and not on others.
+fewer routed experts agrees with the full model on some tokens and not on others.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def load_tokenizer(folder: Path | str) -> PreTrainedTokenizerBase:
             where=str(folder),
             valid=f"tokenizer.json, tokenizer.model, or {TIKTOKEN}; code in a checkpoint is never run",
         ) from error
-    made: PreTrainedTokenizerBase = tokenizer
-    return made
+    loaded: PreTrainedTokenizerBase = tokenizer
+    return loaded
 
 
 def _from_tiktoken(folder: Path) -> PreTrainedTokenizerFast:

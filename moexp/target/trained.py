@@ -38,7 +38,7 @@ class TrainedFiles:
     content: str = "weights"
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor], target: str, details: Mapping[str, Any]) -> None:
-        """Writes the folder, whole or not at all; see `write_into`."""
+        """Writes the folder atomically; see `write_into`."""
         with new_folder(folder) as temp:
             self.write_into(temp, tensors, target, details)
 

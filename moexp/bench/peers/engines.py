@@ -40,7 +40,7 @@ class Moexp:
     """The disk store, policy none: experts come by O_DIRECT, and none stays."""
 
     def __init__(self, model: str, threads: int, io_threads: int) -> None:
-        from moexp.base.compute import prepare
+        from moexp.base.devices import prepare
         from moexp.runtime.engine.engine import AR, Block
         from moexp.runtime.engine.engine import Engine as Runtime
         from moexp.runtime.store.store import open_store

@@ -144,7 +144,7 @@ def _decode_apart(folder: Path, tokens: int, threads: int) -> dict[str, Any]:
 
 def decode(folder: Path, tokens: int, threads: int) -> dict[str, Any]:
     """AR and speculation in turns over one disk store, each once to warm up; plain JSON."""
-    from moexp.base.compute import prepare
+    from moexp.base.devices import prepare
     from moexp.runtime.decoding.method import Method
     from moexp.runtime.engine.engine import Engine
     from moexp.runtime.store.store import READ_SPLITS, open_store

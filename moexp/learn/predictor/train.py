@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moexp.base import ranks
 from moexp.base.atomic import new_folder, recover_folder
-from moexp.base.compute import training_device
+from moexp.base.devices import training_device
 from moexp.base.progress import note_of, stage
 from moexp.config.recipe import Recipe
 from moexp.data.traces import Trace

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis as MatplotlibAxis
     from matplotlib.figure import Figure
+else:
+    Axes = MatplotlibAxis = Figure = Any  # matplotlib is imported only to draw
 
 BLUE, ORANGE, GREEN, PURPLE, SKY, LIGHT, GREY, BLACK = (
     "#0072B2", "#D55E00", "#009E73", "#AA5588", "#56B4E9", "#D9D9D9", "#8A8A8A", "#222222",
@@ -176,6 +178,13 @@ def draw_interval(axes: Axes, row: Row, name: str, y: float, *, factor: float = 
     if row[f"{name}_lo"] is not None:
         ends = [factor * number(row[f"{name}_lo"]), factor * number(row[f"{name}_hi"])]
         axes.plot(ends, [y, y], **style)
+
+
+def counted_axis(axes: Axes, rows: Sequence[Row], column: str) -> None:
+    """Ticks of the x axis at the column's whole numbers, and values that begin at 0."""
+    axes.set_xticks(sorted({int(number(row[column])) for row in rows}))
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y")
 
 
 def legend_beside(axes: Axes) -> None:

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moexp.base.errors import MoexpError
-from moexp.tables.core.plot import BLACK, BLUE
+from moexp.tables.core.plot import BLACK, BLUE, Axes
 from moexp.tables.core.table import Cell, Row, number, read_rows
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 LOAD, UNION = "expert_load.csv", "union_growth.csv"
 """Tables in a trace's folder, which `moexp.learn.trace.trace` writes."""

@@ -41,6 +41,13 @@ class Bootstrapped:
         """A ratio, pooled over prompts."""
         return metrics.bootstrap([metric(arm) for arm in arms.values()], samples=self.samples)
 
+    def cells(self, arms: Arms, **metrics_by_name: StepMetric) -> Row:
+        """Metrics of cycles, each in a column with its interval."""
+        row: Row = {}
+        for name, metric in metrics_by_name.items():
+            set_interval(row, name, self.over(arms, of_steps(metric)))
+        return row
+
     def against(self, arms: Arms, metric: ArmMetric, base: Arms, base_metric: ArmMetric) -> Interval:
         """A quotient of two methods over the prompts that both decoded."""
         pairs = [(metric(arms[prompt]), base_metric(base[prompt])) for prompt in arms if prompt in base]
@@ -89,11 +96,9 @@ def throughput(run: Bootstrapped, arms: Arms, ar: Arms | None, top_k: int) -> Ro
         # alpha k / E with both means kept as sums: emitted k over the cycles' unions a layer.
         return Ratio(alpha.num * top_k, layers.num / (layers.den / alpha.den)) if layers.den else Ratio()
 
-    row: Row = {}
+    row = run.cells(arms, alpha=metrics.alpha, bytes_per_token=metrics.bytes_per_token)
     set_interval(row, "tokens_per_s", run.over(arms, rate))
     set_interval(row, "speedup", None if ar is None else run.against(arms, rate, ar, rate))
-    set_interval(row, "alpha", run.over(arms, of_steps(metrics.alpha)))
-    set_interval(row, "bytes_per_token", run.over(arms, of_steps(metrics.bytes_per_token)))
     set_interval(row, "byte_bound", None if ar is None else run.over(arms, bound))
     for part, seconds in metrics.time_profile(steps_of(arms)).items():
         row[f"{part}_ms"] = None if seconds.value is None else 1000 * seconds.value

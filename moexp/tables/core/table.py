@@ -17,7 +17,7 @@ from pathlib import Path
 from moexp.base import atomic
 from moexp.base.errors import MoexpError
 from moexp.metrics import Interval
-from moexp.papers import Paper
+from moexp.papers import load_paper
 from moexp.tables.core.provenance import provenance_lines
 from moexp.tables.core.run import Measured
 from moexp.tables.core.tags import PAPER
@@ -62,9 +62,9 @@ class Table:
         return [row for row in self.rows if row["tag"] == PAPER]
 
 
-def paper_table(paper: Paper, number: int, columns: Sequence[str], *notes: str) -> Table:
-    """A table of a paper without rows."""
-    return Table(number, paper.table(number).title, columns, notes=list(notes))
+def paper_table(paper: str, number: int, columns: Sequence[str], *notes: str) -> Table:
+    """A table of a paper (by its id) without rows."""
+    return Table(number, load_paper(paper).table(number).title, columns, notes=list(notes))
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

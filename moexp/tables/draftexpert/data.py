@@ -15,7 +15,7 @@ from typing import Any
 from moexp import metrics
 from moexp.metrics import Interval, Ratio
 from moexp.records import StepRecord
-from moexp.tables.core.rows import Bootstrapped, of_steps
+from moexp.tables.core.rows import Bootstrapped
 from moexp.tables.core.run import ArmRecords, Measured, load_measured, read_json
 from moexp.tables.core.table import Row, set_interval
 from moexp.tables.draftexpert.labels import ABLATION, DRAFT_METRICS, DRAFT_TOKENS, METHODS, RESIDENT, TARGET
@@ -41,6 +41,10 @@ class Run(Bootstrapped):
     resident: Measured | None = None
     ablation: Measured | None = None
     draft: dict[str, Any] = field(default_factory=dict)
+
+    def head(self, platform: Measured) -> Row:
+        """What every row of a platform begins with."""
+        return {"target": self.target.get("name"), "platform": platform.name, "tag": platform.tag}
 
     @cached_property
     def simulated(self) -> list[SimulatedRun]:
@@ -83,8 +87,7 @@ def draft_counts(run: Run, drafter: str, method: str) -> Row:
     row: Row = {"prompts": None, "blocks": None, "repeated_ngrams": None}
     arms = run.resident.arms.get(method, {}) if run.resident is not None else {}
     blocks = {prompt: ArmRecords(arm.request, full_blocks(arm)) for prompt, arm in arms.items()}
-    for name in ("unique_draft", "acceptance"):
-        set_interval(row, name, run.over(blocks, of_steps(getattr(metrics, name))) if blocks else None)
+    row |= run.cells(blocks, unique_draft=metrics.unique_draft, acceptance=metrics.acceptance)
     set_interval(row, "acceptance_ctx", acceptance_ctx(run, run.draft.get(drafter)))
     if blocks:
         row["prompts"], row["blocks"] = len(blocks), sum(len(arm.steps) for arm in blocks.values())

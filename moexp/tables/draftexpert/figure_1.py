@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moexp import metrics
 from moexp.metrics import Ratio
 from moexp.papers import load_paper
-from moexp.tables.core.plot import BLACK, LIGHT, SKY, Plot, draw_interval
+from moexp.tables.core.plot import BLACK, LIGHT, SKY, Axes, Figure, Plot, draw_interval
 from moexp.tables.core.provenance import provenance_lines, run_source
 from moexp.tables.core.rows import steps_of, with_ends
 from moexp.tables.core.run import ArmRecords
@@ -17,10 +16,6 @@ from moexp.tables.core.table import Row, grouped, number, set_interval
 from moexp.tables.core.tags import MEASURED, PAPER
 from moexp.tables.draftexpert.data import Run
 from moexp.tables.draftexpert.labels import AR
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 GIB = 2**30
 
@@ -71,11 +66,8 @@ def _wait_rows(run: Run) -> list[Row]:
         wait, token = metrics.time_profile(steps)["verify_wait"].value, metrics.token_time(steps).value
         if wait is None or token is None or not all("ar_stall_s" in step.store for step in steps):
             continue
-        row: Row = {
-            "panel": "b", "target": run.target.get("name"), "platform": platform.name, "tag": platform.tag,
-            "expert_width": platform.settings.get("expert_width"), "prompts": len(arms), "wait_ms": 1000 * wait,
-            "token_ms": 1000 * token,
-        }  # fmt: skip
+        row = run.head(platform) | {"panel": "b", "expert_width": platform.settings.get("expert_width")}
+        row |= {"prompts": len(arms), "wait_ms": 1000 * wait, "token_ms": 1000 * token}
         set_interval(row, "wait_share", run.over(arms, _wait_share))
         rows.append(row)
     return rows
@@ -92,9 +84,7 @@ def _draw(figure: Figure, rows: list[Row]) -> None:
         figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
     ):
         (_draw_weights if panel == "a" else _draw_waits)(axes, panel_rows)
-        axes.set_xlim(0, 100)
-        axes.set_ylim(len(panel_rows) - 0.6, -0.75)
-        axes.set_yticks([])
+        axes.set(xlim=(0, 100), ylim=(len(panel_rows) - 0.6, -0.75), yticks=[])
         axes.spines["left"].set_visible(False)
         axes.grid(axis="x")
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.08), ncols=2, handlelength=1.6)
@@ -107,8 +97,7 @@ def _draw_weights(axes: Axes, rows: list[Row]) -> None:
         name = f"{row['target']}{width}{' (padded)' if row.get('padded') else ''}, {row['tag']}"
         sizes = f"{number(row['routed_gib']):.3g} + {number(row['rest_gib']):.3g} GiB"
         axes.text(0, y - 0.26, f"{name}: {sizes}", va="bottom", fontsize=7.5)
-    axes.set_title("(a) weights")
-    axes.set_xlabel("share of the bytes, %")
+    axes.set(title="(a) weights", xlabel="share of the bytes, %")
 
 
 def _draw_waits(axes: Axes, rows: list[Row]) -> None:
@@ -117,8 +106,7 @@ def _draw_waits(axes: Axes, rows: list[Row]) -> None:
         times = f"{number(row['wait_ms']):.0f} of {number(row['token_ms']):.0f} ms a token"
         axes.text(0, y - 0.26, f"{row['platform']}, {row['tag']}: {times}", va="bottom", fontsize=7.5)
         draw_interval(axes, row, "wait_share", y, factor=100, color=BLACK, linewidth=1.6, marker="|", markersize=6)
-    axes.set_title("(b) time of AR decoding")
-    axes.set_xlabel("share of the time, % (black: 95% interval)")
+    axes.set(title="(b) time of AR decoding", xlabel="share of the time, % (black: 95% interval)")
 
 
 def _draw_shares(axes: Axes, shares: Sequence[float], first: str, second: str) -> None:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moexp import metrics
 from moexp.papers import load_paper
 from moexp.tables.core import plot
-from moexp.tables.core.plot import Look, Plot
+from moexp.tables.core.plot import Axes, Figure, Look, Plot
 from moexp.tables.core.provenance import provenance_lines, run_source
 from moexp.tables.core.rows import of_steps, with_ends
 from moexp.tables.core.table import Row, grouped, set_interval
 from moexp.tables.core.tags import MEASURED, PAPER
 from moexp.tables.draftexpert.data import Run, draft_cost, draft_counts
 from moexp.tables.draftexpert.labels import AR, DRAFT_EXPERT, DRAFT_TOKENS, DRAFTERS
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 COLUMNS = ["panel", "target", "series", "drafter", *with_ends("acceptance", "draft_speedup"), "prompts", "tag"]
 DECODING, HELD_OUT, PAPER_SERIES = f"decoding, K = {DRAFT_TOKENS}", f"held-out text, K = {DRAFT_TOKENS}", "paper"
@@ -89,14 +84,11 @@ def _speed_rows(run: Run) -> list[Row]:
 def _draw(figure: Figure, rows: list[Row]) -> None:
     left, right = figure.subplots(1, 2)
     _draw_by_drafter(left, [row for row in rows if row["panel"] == "a"], "acceptance")
-    left.set_ylim(0, 1)
-    left.set_ylabel("accepted over drafted tokens")
-    left.set_title("(a) acceptance")
+    left.set(ylim=(0, 1), ylabel="accepted over drafted tokens", title="(a) acceptance")
     _draw_by_drafter(right, [row for row in rows if row["panel"] == "b"], "draft_speedup")
     right.set_ylim(bottom=0)
     right.axhline(1, color=plot.BLACK, linewidth=0.8, linestyle=":")
-    right.set_ylabel("AR step over draft step, times")
-    right.set_title("(b) speed of drafting over the target, cold")
+    right.set(ylabel="AR step over draft step, times", title="(b) speed of drafting over the target, cold")
 
 
 def _draw_by_drafter(axes: Axes, rows: list[Row], name: str) -> None:
@@ -111,7 +103,6 @@ def _draw_by_drafter(axes: Axes, rows: list[Row], name: str) -> None:
             look = LOOKS.get(one, plot.OTHER_LOOK)
             plot.draw_series(axes, xs, part, name, look, label if joined else "_", joined=joined)
     axes.set_xticks(range(len(drafters)), drafters)
-    axes.set_xlim(-0.4, len(drafters) - 0.6)
-    axes.set_xlabel("drafter (bars: 95% interval)")
+    axes.set(xlim=(-0.4, len(drafters) - 0.6), xlabel="drafter (bars: 95% interval)")
     axes.grid(axis="y")
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.22), ncols=2, fontsize=7.5, handlelength=3.2)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moexp import metrics
 from moexp.metrics import Ratio
 from moexp.papers import load_paper
-from moexp.tables.core.plot import BLACK, Look, Plot, draw_series, legend_beside
+from moexp.tables.core.plot import BLACK, Figure, Look, Plot, counted_axis, draw_series, legend_beside
 from moexp.tables.core.provenance import provenance_lines
 from moexp.tables.core.rows import with_ends
 from moexp.tables.core.run import Measured
@@ -17,9 +16,6 @@ from moexp.tables.core.tags import PAPER
 from moexp.tables.draftexpert.data import Run
 from moexp.tables.draftexpert.figure_acceptance import DRAFTER_LOOKS
 from moexp.tables.draftexpert.labels import DRAFT_TOKENS, DRAFTERS
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 COLUMNS = ["target", "platform", "drafter", "steps", *with_ends("unique_draft"), "cycles", "prompts", "tag"]
 
@@ -50,11 +46,11 @@ def _rows(run: Run, measured: Measured) -> list[Row]:
                 if step.drafted and step.unique_draft is not None:
                     unions.setdefault(step.drafted, {}).setdefault(prompt, []).append(step.unique_draft)
         for drafted, by_prompt in sorted(unions.items()):
-            row: Row = {"target": run.target.get("name"), "platform": measured.name, "drafter": drafter}
+            row = run.head(measured) | {"drafter": drafter, "steps": drafted, "prompts": len(by_prompt)}
+            row["cycles"] = sum(map(len, by_prompt.values()))
             ratios = [Ratio(sum(counts), len(counts)) for counts in by_prompt.values()]
             set_interval(row, "unique_draft", metrics.bootstrap(ratios, samples=run.samples))
-            row |= {"steps": drafted, "cycles": sum(map(len, by_prompt.values())), "prompts": len(by_prompt)}
-            rows.append(row | {"tag": measured.tag})
+            rows.append(row)
     return rows
 
 
@@ -83,9 +79,7 @@ def _draw(figure: Figure, rows: list[Row]) -> None:
         label = "_" if index else f"paper, {row['target']}, table 3:\nthe same markers, hollow"
         x = number(row["steps"]) + 0.2 + 0.05 * index
         draw_series(axes, [x], [row], "unique_draft", look, label, joined=False)
-    axes.set_xticks(sorted({int(number(row["steps"])) for row in rows}))
-    axes.set_ylim(bottom=0)
+    counted_axis(axes, rows, "steps")
     axes.set_xlabel("tokens drafted (bars: 95% interval over prompts, none for one prompt)")
     axes.set_ylabel("unique layer-experts")
-    axes.grid(axis="y")
     legend_beside(axes)

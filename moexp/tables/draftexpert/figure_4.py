@@ -5,19 +5,15 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moexp.records import StepRecord
-from moexp.tables.core.plot import BLACK, OTHER_LOOK, PLATFORM_LOOKS, Plot, draw_series
+from moexp.tables.core.plot import BLACK, OTHER_LOOK, PLATFORM_LOOKS, Figure, Plot, draw_series
 from moexp.tables.core.provenance import provenance_lines
 from moexp.tables.core.rows import with_ends
 from moexp.tables.core.run import Measured
 from moexp.tables.core.table import Row, grouped, number, set_interval
 from moexp.tables.draftexpert.data import Run
 from moexp.tables.draftexpert.labels import AR, FIXED, RESIDENT, TOP_R, TRUNCATED
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 COLUMNS = ["target", "platform", "experts", "expert_width", "block_length", *with_ends("verify_cost"), "one_token"]
 COLUMNS += ["unique_verify", "loaded", "blocks", "prompts", "tag"]
@@ -64,8 +60,7 @@ def _rows(run: Run, platform: Measured) -> list[Row]:
         steps = [step for n in prompts for step in by_prompt.get(n, ())]
         if not steps:
             continue
-        row: Row = {
-            "target": run.target.get("name"), "platform": platform.name, "tag": platform.tag,
+        row = run.head(platform) | {
             "experts": "in memory" if platform.name == RESIDENT else "loaded",
             "expert_width": platform.settings.get("expert_width"), "block_length": length,
             "one_token": AR if ar else BLOCKS_OF_ONE, "blocks": len(steps), "prompts": len({s.request for s in steps}),

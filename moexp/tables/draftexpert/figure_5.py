@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from moexp.tables.core.plot import Plot, legend_beside
+from moexp.tables.core.plot import Figure, Plot, legend_beside
 from moexp.tables.core.provenance import trace_source
 from moexp.tables.core.routing_trace import GROWTH_COLUMNS, draw_growth, growth_rows
 from moexp.tables.core.table import Row
 from moexp.tables.draftexpert.data import Run
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def figure_5(run: Run, trace: Path | None) -> Plot | None:

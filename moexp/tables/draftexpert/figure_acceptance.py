@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from moexp.tables.core.plot import BLUE, GREEN, OTHER_LOOK, PURPLE, SKY, Look, Plot, draw_series, legend_beside
+from moexp.tables.core.plot import (
+    BLUE,
+    GREEN,
+    OTHER_LOOK,
+    PURPLE,
+    SKY,
+    Figure,
+    Look,
+    Plot,
+    counted_axis,
+    draw_series,
+    legend_beside,
+)
 from moexp.tables.core.provenance import run_source
 from moexp.tables.core.table import Row, grouped, number
 from moexp.tables.core.tags import MEASURED
 from moexp.tables.draftexpert.data import Run
 from moexp.tables.draftexpert.labels import DRAFT_EXPERT, TOP_R
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 DRAFTER_LOOKS = {
     TOP_R[1]: Look(SKY, "s", "--"),
@@ -46,9 +54,6 @@ def _draw(figure: Figure, rows: list[Row]) -> None:
         positions = [number(row["position"]) for row in points]
         look = DRAFTER_LOOKS.get(drafter, OTHER_LOOK)
         draw_series(axes, positions, points, "acceptance", look, f"{drafter} ({points[0]['tag']})")
-    axes.set_xticks(sorted({int(number(row["position"])) for row in rows}))
-    axes.set_ylim(0, 1)
-    axes.set_xlabel("drafted position, tokens")
-    axes.set_ylabel("share of blocks accepted\nup to this position")
-    axes.grid(axis="y")
+    counted_axis(axes, rows, "position")
+    axes.set(ylim=(0, 1), xlabel="drafted position, tokens", ylabel="share of blocks accepted\nup to this position")
     legend_beside(axes)

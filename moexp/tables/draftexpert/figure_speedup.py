@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from moexp.papers import load_paper
-from moexp.tables.core.plot import BLACK, LIGHT, ORANGE, SKY, Plot, draw_interval
+from moexp.tables.core.plot import BLACK, LIGHT, ORANGE, SKY, Axes, Figure, Plot, draw_interval
 from moexp.tables.core.provenance import provenance_lines
 from moexp.tables.core.rows import with_ends
 from moexp.tables.core.table import Row, number, text_of
@@ -14,10 +12,6 @@ from moexp.tables.core.tags import PAPER
 from moexp.tables.draftexpert.data import Run
 from moexp.tables.draftexpert.labels import AR, DRAFT_EXPERT, FIXED, TOP_1_FULL, TRUNCATED
 from moexp.tables.draftexpert.table_2 import MEAN, table_2
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 COLUMNS = ["target", "platform", "method", "workload", "settings", "tag", "prompts"]
 COLUMNS += with_ends("speedup", "byte_bound")
@@ -31,7 +25,7 @@ LABELS = {
 
 def figure_speedup(run: Run, trace: Path | None) -> Plot | None:
     """Speedup of each method over all workloads, by platform."""
-    table = table_2(run, load_paper("draftexpert"))
+    table = table_2(run)
     rows: list[Row] = [
         {name: row.get(name) for name in COLUMNS}
         for row in table.rows

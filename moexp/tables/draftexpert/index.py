@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from moexp.papers import Paper, load_paper
 from moexp.tables.core.plot import FigureSpec, Plot, make_plots
 from moexp.tables.core.table import Table
 from moexp.tables.draftexpert.data import Run, load_run
@@ -22,7 +21,7 @@ from moexp.tables.draftexpert.table_4 import table_4
 from moexp.tables.draftexpert.table_5 import table_5
 from moexp.tables.draftexpert.table_6 import table_6
 
-TABLES: dict[int, Callable[[Run, Paper], Table]] = {2: table_2, 3: table_3, 4: table_4, 5: table_5, 6: table_6}
+TABLES: dict[int, Callable[[Run], Table]] = {2: table_2, 3: table_3, 4: table_4, 5: table_5, 6: table_6}
 
 FIGURES: dict[str, FigureSpec[Run]] = {
     "1": FigureSpec(figure_1, (2,)),
@@ -37,8 +36,8 @@ FIGURES: dict[str, FigureSpec[Run]] = {
 
 def build_tables(folder: Path, samples: int = 2000) -> list[Table]:
     """Tables 2 to 6 of what a run folder holds, the paper's rows always among them."""
-    run, paper = load_run(folder, samples), load_paper("draftexpert")
-    return [make(run, paper) for make in TABLES.values()]
+    run = load_run(folder, samples)
+    return [make(run) for make in TABLES.values()]
 
 
 def build_plots(

@@ -6,7 +6,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from moexp import metrics
-from moexp.papers import Paper
 from moexp.tables.core.rows import Arms, sameness, steps_of, throughput, with_ends
 from moexp.tables.core.run import NEW_TOKENS, Measured
 from moexp.tables.core.table import Columns, Row, Table, View, paper_table, shown, text, view_of
@@ -36,12 +35,12 @@ MEAN = "mean"
 """Stands for all workloads together."""
 
 
-def table_2(run: Run, paper: Paper) -> Table:
+def table_2(run: Run) -> Table:
     """Decode throughput: AR, the best of top-r, and the full method, by workload; with bytes and their bound.
 
     Paper: DraftExpert Table 2.
     """
-    table = paper_table(paper, 2, COLUMNS, *NOTES)
+    table = paper_table("draftexpert", 2, COLUMNS, *NOTES)
     for platform in run.platforms:
         _add_platform(table, run, platform)
     add_simulated(table, _simulated(run), "method", ["tokens_per_s", "speedup"])
@@ -83,10 +82,8 @@ def _add_platform(table: Table, run: Run, platform: Measured) -> None:
 def _row(run: Run, platform: Measured, method: str, workload: str) -> Row:
     arms: Arms = {n: arm for n, arm in platform.arms[method].items() if workload in (arm.request.workload, MEAN)}
     ar = platform.arms.get(AR, {})
-    row: Row = {
-        "target": run.target["name"], "platform": platform.name, "method": row_method(method), "workload": workload,
-        "settings": settings_text(platform, method), "tag": platform.tag, "prompts": len(arms),
-    }  # fmt: skip
+    row = run.head(platform) | {"method": row_method(method), "workload": workload, "prompts": len(arms)}
+    row["settings"] = settings_text(platform, method)
     row |= sameness(arms, ar, platform.settings.get("temperature") or 0.0)
     row |= throughput(run, arms, None if method == AR else ar, run.target["top_k"])
     speedup, limit = row["speedup"], row["byte_bound"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from moexp.papers import Paper
 from moexp.tables.core.rows import with_ends
 from moexp.tables.core.table import Columns, Row, Table, View, paper_table, set_interval, shown, text_of, view_of
 from moexp.tables.draftexpert.data import Run, draft_cost, draft_counts
@@ -22,12 +21,12 @@ NOTES = (
 )
 
 
-def table_3(run: Run, paper: Paper) -> Table:
+def table_3(run: Run) -> Table:
     """Draft side at K = 4: unique experts, acceptance, and cost by platform.
 
     Paper: DraftExpert Table 3.
     """
-    table = paper_table(paper, 3, COLUMNS)
+    table = paper_table("draftexpert", 3, COLUMNS)
     table.sources = [platform for platform in (run.resident, *run.platforms) if platform is not None]
     counts = {drafter: draft_counts(run, drafter, method) for drafter, method in DRAFTERS.items()}
     table.rows = _rows(run, table, counts)
@@ -55,8 +54,7 @@ def _rows(run: Run, table: Table, counts: dict[str, Row]) -> list[Row]:
     for drafter, method in DRAFTERS.items():
         for platform in table.sources:
             if method in platform.arms or counts[drafter]["acceptance_ctx"] is not None:
-                row: Row = {"target": run.target["name"], "platform": platform.name, "drafter": drafter}
-                row |= {"tag": platform.tag, **counts[drafter]}
+                row = run.head(platform) | {"drafter": drafter} | counts[drafter]
                 arms, base = (platform.arms.get(name, {}) for name in (method, TOP_R[1]))
                 set_interval(row, "cost", run.against(arms, draft_cost, base, draft_cost))
                 rows.append(row)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from moexp import metrics
 from moexp.metrics import Ratio
-from moexp.papers import Paper
 from moexp.tables.core.rows import of_steps, steps_of, with_ends
 from moexp.tables.core.run import ArmRecords, Measured
 from moexp.tables.core.table import Columns, Row, Table, paper_table, set_interval, shown, view_of
@@ -36,12 +35,12 @@ NOTES = (
 )
 
 
-def table_4(run: Run, paper: Paper) -> Table:
+def table_4(run: Run) -> Table:
     """Verification cost over a one-token AR step, by truncation and prefetch.
 
     Paper: DraftExpert Table 4.
     """
-    table = paper_table(paper, 4, COLUMNS)
+    table = paper_table("draftexpert", 4, COLUMNS)
     for platform in run.platforms:
         rows = [_row(run, platform, policy) for policy, method in POLICIES.items() if method in platform.arms]
         table.rows += rows
@@ -59,21 +58,17 @@ def table_4(run: Run, paper: Paper) -> Table:
 
 def _row(run: Run, platform: Measured, policy: str) -> Row:
     arms, ar = platform.arms[POLICIES[policy]], platform.arms.get(AR, {})
-    row: Row = {
-        "target": run.target["name"], "platform": platform.name, "policy": policy,
-        "settings": settings_text(platform, POLICIES[policy]), "tag": platform.tag, "prompts": len(arms),
-    }  # fmt: skip
+    row = run.head(platform) | {"policy": policy, "settings": settings_text(platform, POLICIES[policy])}
+    row["prompts"] = len(arms)
 
     def cycle_s(arm: ArmRecords) -> Ratio:
         return metrics.pooled(Ratio(step.cycle_s, 1) for step in arm.steps)
 
+    hit, waste, stall = metrics.prefetch_hit, metrics.prefetch_waste, metrics.stall_per_token
+    row |= run.cells(arms, prefetch_hit=hit, prefetch_waste=waste, stall_s=stall, alpha=metrics.alpha)
     token_s = of_steps(metrics.token_time)
     set_interval(row, "verify_cost", run.against(arms, of_steps(metrics.verify_time), ar, token_s))
-    set_interval(row, "prefetch_hit", run.over(arms, of_steps(metrics.prefetch_hit)))
-    set_interval(row, "prefetch_waste", run.over(arms, of_steps(metrics.prefetch_waste)))
-    set_interval(row, "stall_s", run.over(arms, of_steps(metrics.stall_per_token)))
     set_interval(row, "cycle_cost", run.against(arms, cycle_s, ar, token_s))
-    set_interval(row, "alpha", run.over(arms, of_steps(metrics.alpha)))
     row["prefetch_cancelled"] = metrics.pooled(
         Ratio(step.store["cancelled"], step.store["prefetched"])
         for step in steps_of(arms)

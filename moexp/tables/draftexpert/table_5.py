@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from moexp import metrics
-from moexp.papers import Paper
-from moexp.tables.core.rows import of_steps, with_ends
+from moexp.tables.core.rows import with_ends
 from moexp.tables.core.run import Measured
 from moexp.tables.core.table import Columns, Row, Table, paper_table, set_interval, shown, view_of
 from moexp.tables.core.tags import MEASURED
@@ -27,12 +26,12 @@ NOTES = (
 )
 
 
-def table_5(run: Run, paper: Paper) -> Table:
+def table_5(run: Run) -> Table:
     """What each term of the training objective adds.
 
     Paper: DraftExpert Table 5.
     """
-    table = paper_table(paper, 5, COLUMNS)
+    table = paper_table("draftexpert", 5, COLUMNS)
     if run.ablation is not None:
         table.sources.append(run.ablation)
         table.rows = _rows(run, run.ablation)
@@ -62,6 +61,5 @@ def _rows(run: Run, ablation: Measured) -> list[Row]:
             **{name: held_out.get(name) for name in TEACHER_FORCED.values()},
         }  # fmt: skip
         set_interval(row, "acceptance_ctx", acceptance_ctx(run, held_out))
-        set_interval(row, "prefetch_hit", run.over(arms, of_steps(metrics.prefetch_hit)) if arms else None)
-        rows.append(row)
+        rows.append(row | run.cells(arms, prefetch_hit=metrics.prefetch_hit))
     return rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moexp.papers import Paper
+from moexp.papers import load_paper
 from moexp.tables.core.table import Table, paper_table, view_of
 from moexp.tables.core.tags import PAPER
 from moexp.tables.draftexpert.data import Run
@@ -17,14 +17,17 @@ IMPLEMENTED = {
 }
 
 
-def table_6(run: Run, paper: Paper) -> Table:
+def table_6(run: Run) -> Table:
     """Positioning (qualitative): the paper's text, and what of it runs here.
 
     Paper: DraftExpert Table 6.
     """
     note = "Qualitative: nothing here is measured. The last column is about this project, the others are the paper's."
-    table = paper_table(paper, 6, ["family", "idea", "difference", "moexp", "tag"], note)
-    table.rows = [{**row, "moexp": IMPLEMENTED.get(row["family"], "no"), "tag": PAPER} for row in paper.table(6).rows]
+    table = paper_table("draftexpert", 6, ["family", "idea", "difference", "moexp", "tag"], note)
+    table.rows = [
+        {**row, "moexp": IMPLEMENTED.get(row["family"], "no"), "tag": PAPER}
+        for row in load_paper("draftexpert").table(6).rows
+    ]
     for column, title in (("idea", ""), ("difference", ""), ("moexp", "What of it runs in moexp")):
         table.views.append(view_of(title, table.rows, {"family": "family", column: column}))
     return table

@@ -7,23 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moexp.base.errors import MoexpError
 from moexp.base.provenance import collect_provenance
 from moexp.papers import load_paper
-from moexp.tables.core.plot import BLUE, GREY, ORANGE, Plot, write_plot
+from moexp.tables.core.plot import BLUE, GREY, ORANGE, Axes, Figure, Plot, write_plot
 from moexp.tables.core.provenance import provenance_text
 from moexp.tables.core.rows import with_ends
 from moexp.tables.core.table import Row, Table, View, number, read_rows, text, write_table
 from moexp.tables.core.tags import PAPER
 from moexp.tables.ecospec.data import AR, CHEAPEST, ECOSPEC, method_name, parts_of
 from moexp.tables.ecospec.parts import AVERAGE
-from moexp.tables.ecospec.table_1 import NAMES, PAPER_COLUMNS
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from moexp.tables.ecospec.tables_1_and_13 import NAMES, PAPER_COLUMNS
 
 FOLDER = "ecospec-targets"
 MEMORY = "resident"

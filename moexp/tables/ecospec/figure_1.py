@@ -6,10 +6,9 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moexp.papers import load_paper
-from moexp.tables.core.plot import BLACK, BLUE, GREY, Plot
+from moexp.tables.core.plot import BLACK, BLUE, GREY, Axes, Figure, Plot
 from moexp.tables.core.provenance import provenance_lines, run_source, trace_source
 from moexp.tables.core.routing_trace import GROWTH_COLUMNS, draw_growth, growth_rows
 from moexp.tables.core.run import Measured
@@ -17,10 +16,6 @@ from moexp.tables.core.table import Row, number
 from moexp.tables.core.tags import MEASURED, PAPER
 from moexp.tables.ecospec.data import AR, CHEAPEST, ORACLE, EcoRun, parts_of
 from moexp.tables.ecospec.figure_gamma import LOOKS, selection_of
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 STEP, FIT = "step", "linear fit"
 WIDEST = 3  # panels in a row
@@ -129,8 +124,7 @@ def _draw_steps(axes: Axes, rows: list[Row]) -> None:
         axes.plot([left, right], [low, high], color=BLACK, linewidth=1.2, label=f"fit: {slope:.2g} ms an expert")
     axes.set_ylim(bottom=0)
     axes.set_title(f"(a) a step, {steps[0]['platform']} ({steps[0]['tag']})")
-    axes.set_xlabel("unique experts, all layers")
-    axes.set_ylabel("verification, ms")
+    axes.set(xlabel="unique experts, all layers", ylabel="verification, ms")
     axes.grid(axis="y")
     axes.legend(loc="best", fontsize=7, handlelength=1.4, markerscale=1.6)
 
@@ -138,8 +132,7 @@ def _draw_steps(axes: Axes, rows: list[Row]) -> None:
 def _draw_union(axes: Axes, rows: list[Row]) -> None:
     draw_growth(axes, rows)
     axes.set_ylim(0, 1.3 * axes.get_ylim()[1])  # room for the legend
-    axes.set_title(f"(b) union of experts ({rows[0]['tag']})")
-    axes.set_xlabel("verified tokens")
+    axes.set(title=f"(b) union of experts ({rows[0]['tag']})", xlabel="verified tokens")
     axes.legend(loc="upper left", fontsize=7, handlelength=1.4)
 
 
@@ -149,9 +142,6 @@ def _draw_sizes(axes: Axes, rows: list[Row]) -> None:
     for y, row in enumerate(rows):
         label = f"{row['target']} ({row['tag']}): {number(row['expert_mb']):.2f} MB"
         axes.text(0, y - 0.27, label, va="bottom", fontsize=7.5)
-    axes.set_ylim(len(rows) - 0.6, -0.7)
-    axes.set_yticks([])
+    axes.set(ylim=(len(rows) - 0.6, -0.7), yticks=[], title="(c) an expert's size", xlabel="MB an expert")
     axes.spines["left"].set_visible(False)
-    axes.set_title("(c) an expert's size")
-    axes.set_xlabel("MB an expert")
     axes.grid(axis="x")

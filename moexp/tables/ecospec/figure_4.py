@@ -5,17 +5,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from moexp.tables.core.plot import BLACK, BLUE, GREY, Plot
+from moexp.tables.core.plot import BLACK, BLUE, GREY, Axes, Figure, Plot
 from moexp.tables.core.provenance import trace_source
 from moexp.tables.core.routing_trace import LOAD, read_trace
 from moexp.tables.core.table import Row, grouped, number
 from moexp.tables.ecospec.data import EcoRun
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 SPREAD = ("lowest", "lower_quartile", "median", "upper_quartile", "highest")
 MOST = 4.0  # the heatmap's colours end at this many times the mean, and at its inverse
@@ -56,8 +51,8 @@ def _draw(figure: Figure, rows: list[Row]) -> None:
     spread.set_xscale("log", base=2)
     spread.set_xlim(left=1 / 16)
     spread.xaxis.set_major_formatter(lambda value, _: _times(value))
-    spread.set_title(f"(b) range, quartiles, median ({cells[0]['tag']})")
-    spread.set_xlabel("load over the layer's mean (log scale)")
+    title = f"(b) range, quartiles, median ({cells[0]['tag']})"
+    spread.set(title=title, xlabel="load over the layer's mean (log scale)")
     spread.grid(axis="x")
 
 
@@ -68,9 +63,7 @@ def _draw_heat(figure: Figure, axes: Axes, cells: list[Row]) -> None:
     layers, every = list(by_layer), -(-len(by_layer) // 30)
     grid = [[max(number(row["load_over_mean"]), UNUSED) for row in experts] for experts in by_layer.values()]
     image = axes.imshow(grid, norm=LogNorm(1 / MOST, MOST), cmap="cividis", aspect="auto", interpolation="nearest")
-    axes.set_title(f"(a) load of each expert ({cells[0]['tag']})")
-    axes.set_xlabel("expert")
-    axes.set_ylabel("layer")
+    axes.set(title=f"(a) load of each expert ({cells[0]['tag']})", xlabel="expert", ylabel="layer")
     axes.set_yticks(range(0, len(layers), every), layers[::every], fontsize=7)
     bar = figure.colorbar(image, ax=axes, location="bottom", extend="both", fraction=0.05, pad=0.02, aspect=40)
     marks = [1 / MOST, 1 / 2, 1.0, 2.0, MOST]

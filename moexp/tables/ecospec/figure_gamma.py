@@ -4,19 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from moexp.papers import load_paper
-from moexp.tables.core.plot import BLACK, BLUE, GREEN, ORANGE, OTHER_LOOK, Look, Plot, draw_series
+from moexp.tables.core.plot import BLACK, BLUE, GREEN, ORANGE, OTHER_LOOK, Figure, Look, Plot, counted_axis, draw_series
 from moexp.tables.core.provenance import provenance_lines
 from moexp.tables.core.rows import with_ends
 from moexp.tables.core.table import Row, grouped, number
 from moexp.tables.core.tags import PAPER
 from moexp.tables.ecospec.data import AR, CONFIDENCE, ECOSPEC, EPSILON, GLOBAL, EcoRun, parts_of
 from moexp.tables.ecospec.tables_5_11_12 import table_11
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 COLUMNS = ["target", "platform", "method", "budget", "temperature", "workload", "prompts", "tag"]
 COLUMNS += with_ends("alpha", "experts_per_layer")
@@ -41,7 +36,7 @@ def selection_of(method: str) -> str:
 def figure_gamma(runs: Sequence[EcoRun], trace: Path | None) -> Plot | None:
     """What is measured on the first platform with several budgets; None where there is none."""
     for run in runs:
-        table = table_11(run, load_paper("ecospec"))
+        table = table_11(run)
         rows: list[Row] = [
             {name: row.get(name) for name in COLUMNS} | {"platform": run.platform}
             for row in table.rows
@@ -63,9 +58,6 @@ def _draw(figure: Figure, rows: list[Row]) -> None:
                 budgets = [number(row["budget"]) + 0.06 * index for row in points]  # intervals do not cover each other
                 look = LOOKS.get(selection_of(method), OTHER_LOOK)
                 draw_series(axes, budgets, points, name, look, f"{method} ({points[0]['tag']})")
-        axes.set_xticks(sorted({int(number(row["budget"])) for row in rows}))
-        axes.set_ylim(bottom=0)
-        axes.set_xlabel("gamma, nodes verified a step (line: 95% interval)")
-        axes.set_ylabel(label)
-        axes.grid(axis="y")
+        counted_axis(axes, rows, "budget")
+        axes.set(xlabel="gamma, nodes verified a step (line: 95% interval)", ylabel=label)
     panels[0].legend(loc="lower right", handlelength=3.2)

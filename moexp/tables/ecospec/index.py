@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from moexp.papers import Paper, load_paper
 from moexp.tables.core.plot import FigureSpec, Plot, make_plots
 from moexp.tables.core.table import Table
 from moexp.tables.ecospec.data import EcoRun, load_eco_runs
@@ -13,14 +12,13 @@ from moexp.tables.ecospec.figure_1 import figure_1
 from moexp.tables.ecospec.figure_4 import figure_4
 from moexp.tables.ecospec.figure_gamma import figure_gamma
 from moexp.tables.ecospec.parts import merged
-from moexp.tables.ecospec.table_1 import table_1
-from moexp.tables.ecospec.table_13 import table_13
+from moexp.tables.ecospec.tables_1_and_13 import table_1, table_13
 from moexp.tables.ecospec.tables_2_and_3 import table_2, table_3
 from moexp.tables.ecospec.tables_4_9_10 import table_4, table_9, table_10
 from moexp.tables.ecospec.tables_5_11_12 import table_5, table_11, table_12
 from moexp.tables.ecospec.tables_6_7_8 import table_6, table_7, table_8
 
-TABLES: dict[int, Callable[[EcoRun, Paper], Table]] = {
+TABLES: dict[int, Callable[[EcoRun], Table]] = {
     1: table_1, 2: table_2, 3: table_3, 4: table_4, 5: table_5, 6: table_6, 7: table_7, 8: table_8, 9: table_9,
     10: table_10, 11: table_11, 12: table_12, 13: table_13,
 }  # fmt: skip
@@ -34,8 +32,8 @@ FIGURES: dict[str, FigureSpec[list[EcoRun]]] = {
 
 def build_tables(folder: Path, samples: int = 2000) -> list[Table]:
     """The tables of what a run folder holds on all platforms, the paper's rows always among them."""
-    runs, paper = load_eco_runs(folder, samples), load_paper("ecospec")
-    return [merged([(run.platform, make(run, paper)) for run in runs]) for make in TABLES.values()]
+    runs = load_eco_runs(folder, samples)
+    return [merged([(run.platform, make(run)) for run in runs]) for make in TABLES.values()]
 
 
 def build_plots(

@@ -9,7 +9,7 @@ from typing import Any
 from moexp import metrics
 from moexp.metrics import Ratio
 from moexp.papers import load_paper
-from moexp.tables.core.rows import of_steps, rate, steps_of
+from moexp.tables.core.rows import rate, steps_of
 from moexp.tables.core.run import Measured
 from moexp.tables.core.table import Columns, Row, Table, View, set_interval, shown, text, view_of
 from moexp.tables.core.tags import PAPER
@@ -41,8 +41,7 @@ def measured_row(
     }  # fmt: skip
     if method != AR:
         set_interval(row, "speedup", run.against(arms, rate, measured.arms.get(AR, {}), rate))
-    set_interval(row, "alpha", run.over(arms, of_steps(metrics.alpha)))
-    set_interval(row, "experts_per_layer", run.over(arms, of_steps(metrics.experts_per_layer)))
+    row |= run.cells(arms, alpha=metrics.alpha, experts_per_layer=metrics.experts_per_layer)
     nodes = metrics.pooled(Ratio(step.drafted + 1, 1) for step in steps_of(arms)).value  # the pending token included
     if nodes is not None:
         row["uniform"] = metrics.uniform_union(int(run.target["num_experts"]), int(run.target["top_k"]), nodes)

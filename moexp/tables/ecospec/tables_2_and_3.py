@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from moexp import metrics
 from moexp.metrics import Ratio
-from moexp.papers import Paper
 from moexp.sim.traffic import TrafficModel
 from moexp.tables.core.rows import steps_of, with_ends
 from moexp.tables.core.run import Measured
@@ -28,12 +27,12 @@ TIMES_VIEW: Columns = {
 }  # fmt: skip
 
 
-def table_2(run: EcoRun, paper: Paper) -> Table:
+def table_2(run: EcoRun) -> Table:
     """Bytes a verification step reads: by the traffic model from E, and those that the store really moved.
 
     Paper: EcoSpec Table 2.
     """
-    table = paper_table(paper, 2, BYTES, BYTES_NOTE)
+    table = paper_table("ecospec", 2, BYTES, BYTES_NOTE)
     if run.greedy is not None:
         rows = [_bytes_row(run, run.greedy, method) for method in run.greedy.arms]
         add_run(table, run, run.greedy, rows, BYTES_VIEW, "")
@@ -52,12 +51,12 @@ def _bytes_row(run: EcoRun, measured: Measured, method: str) -> Row:
     }  # fmt: skip
 
 
-def table_3(run: EcoRun, paper: Paper) -> Table:
+def table_3(run: EcoRun) -> Table:
     """Where a step's time goes.
 
     Paper: EcoSpec Table 3.
     """
-    table = paper_table(paper, 3, TIMES, "Of AR, `step_s` is the time a token. " + NOTES[1])
+    table = paper_table("ecospec", 3, TIMES, "Of AR, `step_s` is the time a token. " + NOTES[1])
     if run.greedy is not None:
         methods = [method for method in run.greedy.arms if parts_of(method)[1] in (CONFIDENCE, ECOSPEC, GLOBAL)]
         rows = [_time_row(run, run.greedy, method) for method in methods]

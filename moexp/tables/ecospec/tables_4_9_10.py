@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from moexp import metrics
-from moexp.papers import Paper
 from moexp.tables.core.rows import steps_of, with_ends
 from moexp.tables.core.table import Columns, Row, Table, paper_table, shown
 from moexp.tables.ecospec.data import CHEAPEST, CONFIDENCE, ECOSPEC, EPSILON, GLOBAL, ORACLE, EcoRun, parts_of
@@ -14,23 +13,23 @@ NO_SPEED: Row = dict.fromkeys(with_ends("speedup"))
 """Of selections whose expert sets come from running the target: no method, and no speed."""
 
 
-def table_4(run: EcoRun, paper: Paper) -> Table:
+def table_4(run: EcoRun) -> Table:
     """Static global cost against marginal cost, of the same trees.
 
     Paper: EcoSpec Table 4.
     """
     epsilon = run.target.get("epsilon")
-    table = _selections(run, paper, 4, (CONFIDENCE, GLOBAL, ECOSPEC, EPSILON), "strategy")
+    table = _selections(run, 4, (CONFIDENCE, GLOBAL, ECOSPEC, EPSILON), "strategy")
     table.notes.append(f"`EcoSpec` takes epsilon {epsilon} in P / (cost + epsilon), `epsilon x` the value x.")
     return table
 
 
-def table_10(run: EcoRun, paper: Paper) -> Table:
+def table_10(run: EcoRun) -> Table:
     """The target's own expert sets against the learned predictor's, under the same rule.
 
     Paper: EcoSpec Table 10.
     """
-    table = _selections(run, paper, 10, (CONFIDENCE, ORACLE, ECOSPEC, CHEAPEST), "predictor")
+    table = _selections(run, 10, (CONFIDENCE, ORACLE, ECOSPEC, CHEAPEST), "predictor")
     table.notes.append(
         "`oracle` picks by the target's own routing; `cheapest` takes, of all prefix-closed choices of as many nodes, "
         "the one with the fewest experts by that routing, whatever its probability: no selection from these trees "
@@ -39,10 +38,10 @@ def table_10(run: EcoRun, paper: Paper) -> Table:
     return table
 
 
-def _selections(run: EcoRun, paper: Paper, number: int, strategies: tuple[str, ...], key: str) -> Table:
+def _selections(run: EcoRun, number: int, strategies: tuple[str, ...], key: str) -> Table:
     """Methods with these selections, of the drafters that have others to compare with; `key` names the selection."""
     columns = ["target", "method", key, "tag", "uniform", "verify_s", *FIGURE_COLUMNS]
-    table = paper_table(paper, number, columns, NOTES[0])
+    table = paper_table("ecospec", number, columns, NOTES[0])
     if run.greedy is not None:
         rows = []
         parts = {method: parts_of(method) for method in run.greedy.arms}
@@ -58,14 +57,14 @@ def _selections(run: EcoRun, paper: Paper, number: int, strategies: tuple[str, .
     return add_paper(table)
 
 
-def table_9(run: EcoRun, paper: Paper) -> Table:
+def table_9(run: EcoRun) -> Table:
     """How much the predictor's accuracy matters: checkpoints on the way, the last, and the oracle.
 
     Paper: EcoSpec Table 9.
     """
     columns = ["target", "method", "predictor", "overlap", "tag", "uniform", *FIGURE_COLUMNS]
     note = "`overlap` is the mean top-k overlap of predicted and routed experts over verified nodes."
-    table = paper_table(paper, 9, columns, note, NOTES[0])
+    table = paper_table("ecospec", 9, columns, note, NOTES[0])
     if run.greedy is not None:
         rows = []
         parts = {method: parts_of(method) for method in run.greedy.arms}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from moexp.papers import Paper
 from moexp.tables.core.rows import with_ends
 from moexp.tables.core.table import Columns, Table, paper_table, view_of
 from moexp.tables.ecospec.data import AR, CONFIDENCE, ECOSPEC, GTO, EcoRun, parts_of
@@ -20,12 +19,12 @@ from moexp.tables.ecospec.parts import (
 COLUMNS = ["temperature", "workload", "prompts", "tag", "uniform", *with_ends(*MEASURED_COLUMNS)]
 
 
-def table_5(run: EcoRun, paper: Paper) -> Table:
+def table_5(run: EcoRun) -> Table:
     """A drafter trained for its trees (GTO), without and with selection by marginal cost.
 
     Paper: EcoSpec Table 5.
     """
-    table = paper_table(paper, 5, ["target", "method", *COLUMNS], *NOTES)
+    table = paper_table("ecospec", 5, ["target", "method", *COLUMNS], *NOTES)
     measured = run.greedy
     if measured is not None and GTO in measured.arms:
         methods = [name for name in measured.arms if parts_of(name) in ((GTO, CONFIDENCE), (GTO, ECOSPEC))]
@@ -35,25 +34,25 @@ def table_5(run: EcoRun, paper: Paper) -> Table:
     return add_paper(table)
 
 
-def table_11(run: EcoRun, paper: Paper) -> Table:
+def table_11(run: EcoRun) -> Table:
     """The verification budget gamma.
 
     Paper: EcoSpec Table 11.
     """
-    return _budgets(run, paper, 11, [AVERAGE])
+    return _budgets(run, 11, [AVERAGE])
 
 
-def table_12(run: EcoRun, paper: Paper) -> Table:
+def table_12(run: EcoRun) -> Table:
     """Table 11 of the paper's other target; here by workload.
 
     Paper: EcoSpec Table 12.
     """
-    return _budgets(run, paper, 12, [] if run.greedy is None else workloads_of(run.greedy))
+    return _budgets(run, 12, [] if run.greedy is None else workloads_of(run.greedy))
 
 
-def _budgets(run: EcoRun, paper: Paper, number: int, workloads: list[str]) -> Table:
+def _budgets(run: EcoRun, number: int, workloads: list[str]) -> Table:
     """Methods that were measured with other budgets than the main run's."""
-    table = paper_table(paper, number, ["target", "method", "budget", *COLUMNS], *NOTES)
+    table = paper_table("ecospec", number, ["target", "method", "budget", *COLUMNS], *NOTES)
     others = [measured for gamma, measured in run.by_gamma.items() if gamma != run.target.get("gamma")]
     swept = {method for measured in others for method in measured.arms} - {AR}
     for gamma, measured in sorted(run.by_gamma.items()):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from moexp import metrics
 from moexp.metrics import Ratio
-from moexp.papers import Paper
 from moexp.tables.core.run import Measured
 from moexp.tables.core.table import Columns, Row, Table, paper_table, view_of
 from moexp.tables.ecospec.data import AR, EcoRun, batch_cycles, batch_rate
@@ -17,34 +16,34 @@ NOTE = (
 )
 
 
-def table_6(run: EcoRun, paper: Paper) -> Table:
+def table_6(run: EcoRun) -> Table:
     """Batch size: speed against AR at the same batch size, and the union over the batch.
 
     Paper: EcoSpec Table 6.
     """
-    return _batches(run, paper, 6, {"speedup": "speedup", "E": "experts_per_layer"})
+    return _batches(run, 6, {"speedup": "speedup", "E": "experts_per_layer"})
 
 
-def table_7(run: EcoRun, paper: Paper) -> Table:
+def table_7(run: EcoRun) -> Table:
     """Table 6 of the paper's other target: ours is one target a recipe, so its rows are the same.
 
     Paper: EcoSpec Table 7.
     """
-    return _batches(run, paper, 7, {"speedup": "speedup", "E": "experts_per_layer"})
+    return _batches(run, 7, {"speedup": "speedup", "E": "experts_per_layer"})
 
 
-def table_8(run: EcoRun, paper: Paper) -> Table:
+def table_8(run: EcoRun) -> Table:
     """rho: the time of an AR step over that of a verification step, by batch size.
 
     Paper: EcoSpec Table 8.
     """
-    return _batches(run, paper, 8, {"rho": "rho", "speedup": "speedup"})
+    return _batches(run, 8, {"rho": "rho", "speedup": "speedup"})
 
 
-def _batches(run: EcoRun, paper: Paper, number: int, figures: dict[str, str]) -> Table:
+def _batches(run: EcoRun, number: int, figures: dict[str, str]) -> Table:
     """Rows by batch size and method with some `figures` (heading -> column)."""
     columns = ["target", "method", "batch_size", "tag", "tokens_per_s", *figures.values()]
-    table = paper_table(paper, number, columns, NOTE)
+    table = paper_table("ecospec", number, columns, NOTE)
     for size, measured in sorted(run.by_batch.items()):
         table.sources.append(measured)
         for method in measured.arms:

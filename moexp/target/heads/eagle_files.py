@@ -5,7 +5,7 @@
     d2t (int64 offsets), t2d (bool); rarely embed_tokens.weight
 
 A head that does not fit is refused with the reason: EAGLE-1 and EAGLE-3 heads share a file format and many names, and
-taken for each other they would only draft tokens that are never accepted.
+confused with each other they would only draft tokens that are never accepted.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class EagleHead(DraftHead):
         config: geometry.
         vocab: maps of the draft vocabulary.
         embedding: the target's token embedding, used unless the head has its own.
-        device: where the weights are made ("meta" if they will be loaded).
+        device: where the weights are created ("meta" if they will be loaded).
     """
 
     def __init__(

@@ -1,6 +1,4 @@
-"""Settings of the process that every command which computes makes once: threads, and an allocator that keeps its
-memory.
-"""
+"""What a process computes on: threads, an allocator that keeps its memory, and the device."""
 
 from __future__ import annotations
 
@@ -20,6 +18,7 @@ Device = Literal["auto", "cpu", "cuda"]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 KEEP_BYTES = 1 << 30
+NO_CUDA = "no CUDA device, or a torch built without CUDA"
 
 
 def prepare(threads: int = 0) -> int:
@@ -54,7 +53,7 @@ def pick_device(wanted: Device, store: str) -> str:
         store: the kind of the recipe's store. Experts on disk are served in host memory.
 
     Raises:
-        MoexpError: a GPU that is not there is asked for, or one that the store cannot serve.
+        MoexpError: a GPU is demanded that does not exist, or one that the store cannot serve.
     """
     if wanted == "cpu" or (wanted == "auto" and store == "disk"):
         return "cpu"
@@ -67,7 +66,7 @@ def pick_device(wanted: Device, store: str) -> str:
             )
         return "cuda"
     if wanted == "cuda":
-        raise MoexpError("no CUDA device, or a torch built without CUDA", where="device", valid="cpu, auto")
+        raise MoexpError(NO_CUDA, where="device", valid="cpu, auto")
     return "cpu"
 
 
@@ -78,21 +77,18 @@ def training_device(wanted: Device) -> torch.device:
         wanted: the recipe's `device`; "auto" is a GPU where there is one for every process of the machine.
 
     Raises:
-        MoexpError: a GPU is asked for and there is none, or fewer than processes.
+        MoexpError: a GPU is demanded and there is none, or fewer than processes.
     """
     import torch
 
-    there = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
-    if there > ranks.local_rank() and there >= ranks.local_world():
+    count = torch.cuda.device_count() if wanted != "cpu" and torch.cuda.is_available() else 0
+    if count > ranks.local_rank() and count >= ranks.local_world():
         device = torch.device("cuda", ranks.local_rank())
         torch.cuda.set_device(device)
         return device
     if wanted == "cuda":
-        valid = f"--nproc-per-node up to {there}, device=cpu" if there else "cpu, auto"
-        what = (
-            f"{there} GPUs for {ranks.local_world()} processes"
-            if there
-            else "no CUDA device, or a torch built without CUDA"
-        )
-        raise MoexpError(what, where="device", valid=valid)
+        if not count:
+            raise MoexpError(NO_CUDA, where="device", valid="cpu, auto")
+        what = f"{count} GPUs for {ranks.local_world()} processes"
+        raise MoexpError(what, where="device", valid=f"--nproc-per-node up to {count}, device=cpu")
     return torch.device("cpu")

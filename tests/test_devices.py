@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moexp.base.compute import pick_device, prepare
+from moexp.base.devices import pick_device, prepare
 from moexp.base.errors import MoexpError
 from moexp.config.recipe import load_recipe
 
