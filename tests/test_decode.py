@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 import moexp.runtime.decoding.chain as chain_module
 from moexp.base.errors import MoexpError
-from moexp.runtime.decoding.cycle import Answer, routing_overlap, run_cycle, union_size
-from moexp.runtime.decoding.decode import LogitsDigest, decode, decode_all, make_speculation
+from moexp.runtime.decoding.cycle import routing_overlap, run_cycle, union_size
+from moexp.runtime.decoding.decode import LogitsDigest, begin_answer, decode, decode_all
 from moexp.runtime.decoding.method import Method, TreePlan
+from moexp.runtime.decoding.speculation import Request
 from moexp.runtime.drafters.self_chain import SelfDrafter
 from moexp.runtime.verifiers.sampling import Sampling
 from tests.branches import Branches
@@ -290,8 +291,7 @@ def token_distribution(engine, method, sampling, ids=(5, 77, 130)):
 
     def program(branches):
         engine.rollback(len(ids) - 1)
-        speculation = make_speculation(engine, method, sampling, branches, frozenset(), ids, 2)
-        answer = Answer(0, "", method, speculation, engine.state, len(ids), 2, frozenset(), ids[-1])
+        answer = begin_answer(engine, method, sampling, branches, Request(ids, 2))
         while not answer.finish:
             run_cycle(engine, [answer])
         return tuple(answer.tokens)

@@ -194,12 +194,13 @@ def test_the_command_reports_all_papers_and_can_be_narrowed(runs: dict[str, Path
 def test_reproduce_ends_with_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from rich.console import Console
 
-    from moexp.cli import reproduce as pipeline
+    from moexp.cli.reproduce import Reproduction
 
     monkeypatch.chdir(tmp_path)
-    reports: list[Path] = []
-    name, run = pipeline._stages(RECIPE, Console(quiet=True), [], reports, [])[-1]
+    reproduction = Reproduction(RECIPE, Console(quiet=True))
+    name, run = reproduction.stages()[-1]
     assert name == "report" and run() is None
+    reports = reproduction.reports
     assert reports == [Path("results/tiny/REPORT.md"), Path("results/tiny/report.html")]
     assert "No records." in reports[0].read_text() and all(path.exists() for path in reports)
 

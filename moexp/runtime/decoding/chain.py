@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from moexp.runtime.decoding.method import Method
-from moexp.runtime.decoding.speculation import Proposal
+from moexp.runtime.decoding.speculation import Proposal, Request
 from moexp.runtime.drafters.self_chain import DRAFTERS, Drafted, SelfDrafter
 from moexp.runtime.engine.engine import AR, VERIFY, Block, Engine
 from moexp.runtime.selectors.confidence_expansion import Truncation
@@ -31,11 +31,9 @@ class ChainSpeculation:
     Paper: DraftExpert Algorithm 1.
     """
 
-    def __init__(
-        self, engine: Engine, method: Method, sampling: Sampling, sampler: Sampler, stop_ids: frozenset[int]
-    ) -> None:
+    def __init__(self, engine: Engine, method: Method, sampling: Sampling, sampler: Sampler, request: Request) -> None:
         self.engine, self.method, self.sampling, self.sampler = engine, method, sampling, sampler
-        self.stop_ids = stop_ids
+        self.stop_ids = request.stop_ids
         self.path = AR if method.is_ar else VERIFY
         self.drafter: SelfDrafter | None = None
         if not method.is_ar:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from moexp.records import RequestRecord, StepRecord
 from moexp.runtime.decoding.method import Method
-from moexp.runtime.decoding.speculation import Proposal, SelectedTree, Speculation
+from moexp.runtime.decoding.speculation import Proposal, Request, SelectedTree, Speculation
 from moexp.runtime.engine.engine import Engine, RequestState, StepOut
 from moexp.runtime.selectors.expert_sets import Words
 from moexp.runtime.verifiers.chain import Verdict
@@ -47,44 +47,46 @@ class Answer:
 
     Attributes:
         state: of the engine.
-        limit: new tokens at most.
-        stop_ids: the answer ends with the first of them.
-        pending: the last token; it has no keys and values yet.
+        speculation: the method at work on it.
         finish: why the answer ended; "" while it goes on.
     """
 
-    request: int
-    workload: str
+    request: Request
     method: Method
-    speculation: Speculation
     state: RequestState
-    prompt_tokens: int
-    limit: int
-    stop_ids: frozenset[int]
-    pending: int
+    speculation: Speculation
     prefill_s: float = 0.0
     cycles: int = 0
     tokens: list[int] = field(default_factory=list)
     decode_s: float = 0.0
     finish: str = ""
 
+    @property
+    def pending(self) -> int:
+        """The last token; it has no keys and values yet."""
+        return self.tokens[-1] if self.tokens else self.request.prompt_ids[-1]
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be emitted."""
+        return self.request.max_new_tokens - len(self.tokens)
+
     def emit(self, tokens: Sequence[int], cycle_s: float) -> None:
         """Add a cycle's tokens."""
         self.tokens += tokens
-        self.pending = tokens[-1]
         self.cycles += 1
         self.decode_s += cycle_s
-        if self.pending in self.stop_ids:
+        if self.pending in self.request.stop_ids:
             self.finish = "stop"
-        elif len(self.tokens) == self.limit:
+        elif not self.room:
             self.finish = "length"
 
     def record(self) -> RequestRecord:
         return RequestRecord(
-            request=self.request,
-            workload=self.workload,
+            request=self.request.number,
+            workload=self.request.workload,
             method=self.method.label,
-            prompt_tokens=self.prompt_tokens,
+            prompt_tokens=len(self.request.prompt_ids),
             new_tokens=len(self.tokens),
             prefill_s=self.prefill_s,
             decode_s=self.decode_s,
@@ -122,7 +124,7 @@ def run_cycle(engine: Engine, answers: Sequence[Answer], batch: int | None = Non
     for answer in answers:
         engine.activate(answer.state)
         bases.append(engine.length)
-        proposals.append(answer.speculation.propose(answer.pending, answer.limit - len(answer.tokens), covered_LW))
+        proposals.append(answer.speculation.propose(answer.pending, answer.room, covered_LW))
         covered_LW = proposals[-1].covered_LW
     drafted_s = time.perf_counter()
     path = answers[0].speculation.path
@@ -132,7 +134,7 @@ def run_cycle(engine: Engine, answers: Sequence[Answer], batch: int | None = Non
     emitted = []
     for answer, base, proposal, verdict in zip(answers, bases, proposals, verdicts, strict=True):
         engine.activate(answer.state)
-        emitted.append(tokens := until_stop(answer.stop_ids, verdict.tokens(proposal.block.ids)))
+        emitted.append(tokens := until_stop(answer.request.stop_ids, verdict.tokens(proposal.block.ids)))
         answer.speculation.commit(base, verdict.path[: len(tokens)], tokens)
     end_s = time.perf_counter()
     predict_s = sum(proposal.predict_s or 0.0 for proposal in proposals)
@@ -163,7 +165,7 @@ def _finish(
         predicted_LBk = np.stack(list(proposal.predicted.values()), axis=1)
         overlap, slots = routing_overlap(predicted_LBk, out.routing_LBk[:, list(proposal.predicted)])
     record = StepRecord(
-        request=answer.request,
+        request=answer.request.number,
         cycle=answer.cycles,
         method=answer.method.label,
         drafted=len(proposal.confidences),

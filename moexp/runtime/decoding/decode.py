@@ -17,7 +17,7 @@ from moexp.records import RequestRecord, StepRecord
 from moexp.runtime.decoding.chain import ChainSpeculation
 from moexp.runtime.decoding.cycle import Answer, Cycle, run_cycle
 from moexp.runtime.decoding.method import Method, check_method
-from moexp.runtime.decoding.speculation import Speculation
+from moexp.runtime.decoding.speculation import Request
 from moexp.runtime.decoding.tree import TreeSpeculation
 from moexp.runtime.engine.engine import Engine
 from moexp.runtime.verifiers.sampling import Sampler, Sampling
@@ -60,15 +60,11 @@ def decode(
         MoexpError: an empty prompt, more positions than the target's context, or a method that the engine cannot run.
     """
     check_method(method, engine)
-    check_request([prompt_ids], max_new_tokens)
+    todo = Request(prompt_ids, max_new_tokens, stop_ids, request, workload)
     begin_s = time.perf_counter()
     engine.start(len(prompt_ids) + max_new_tokens)
     engine.prefill(prompt_ids[:-1])
-    stops = frozenset(stop_ids)
-    speculation = make_speculation(engine, method, sampling, Sampler(sampling.seed), stops, prompt_ids, max_new_tokens)
-    answer = Answer(
-        request, workload, method, speculation, engine.state, len(prompt_ids), max_new_tokens, stops, prompt_ids[-1]
-    )
+    answer = begin_answer(engine, method, sampling, Sampler(sampling.seed), todo)
     answer.prefill_s = time.perf_counter() - begin_s
     while not answer.finish:
         yield run_cycle(engine, [answer])[0]
@@ -128,20 +124,18 @@ def decode_batch(
     check_method(method, engine)
     if not prompts or not all(prompts):
         raise MoexpError("an empty batch or prompt", valid="at least one prompt of at least one token")
-    check_request(prompts, max_new_tokens)
-    numbers, names, stops = requests or range(len(prompts)), workloads or [""] * len(prompts), frozenset(stop_ids)
+    labels = zip(requests or range(len(prompts)), workloads or [""] * len(prompts), strict=True)
+    todo = [Request(ids, max_new_tokens, stop_ids, *label) for ids, label in zip(prompts, labels, strict=True)]
     alone = engine.state
     try:
         engine.start(max(map(len, prompts)) + max_new_tokens)
         answers = []
-        for number, name, ids in zip(numbers, names, prompts, strict=True):
-            engine.activate(state := engine.new_state())
-            Engine.prefill(engine, ids[:-1])  # not an engine's that keeps its last prompt: states are new
-            sampler = Sampler(sampling.seed)
-            speculation = make_speculation(engine, method, sampling, sampler, stops, ids, max_new_tokens)
-            answers.append(
-                Answer(number, name, method, speculation, state, len(ids), max_new_tokens, stops, pending=ids[-1])
-            )
+        for request in todo:
+            engine.activate(engine.new_state())
+            Engine.prefill(
+                engine, request.prompt_ids[:-1]
+            )  # not an engine's that keeps its last prompt: states are new
+            answers.append(begin_answer(engine, method, sampling, Sampler(sampling.seed), request))
         steps: list[StepRecord] = []
         while live := [answer for answer in answers if not answer.finish]:
             steps += [cycle.record for cycle in run_cycle(engine, live, batch=len(live))]
@@ -150,28 +144,7 @@ def decode_batch(
     return steps, [answer.record() for answer in answers]
 
 
-def check_request(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """Whether there is something to decode.
-
-    Raises:
-        MoexpError: an empty prompt, or no room for a token.
-    """
-    if not all(prompts):
-        raise MoexpError("an empty prompt", valid="at least one token")
-    if max_new_tokens < 1:
-        raise MoexpError(f"{max_new_tokens} new tokens", where="decode.max_new_tokens", valid="from 1")
-
-
-def make_speculation(
-    engine: Engine,
-    method: Method,
-    sampling: Sampling,
-    sampler: Sampler,
-    stop_ids: frozenset[int],
-    prompt_ids: Sequence[int],
-    max_new_tokens: int,
-) -> Speculation:
-    """A method at work on a request whose prompt is prefilled but for its last token."""
-    if method.tree is None:
-        return ChainSpeculation(engine, method, sampling, sampler, stop_ids)
-    return TreeSpeculation(engine, method, sampling, sampler, prompt_ids, max_new_tokens)
+def begin_answer(engine: Engine, method: Method, sampling: Sampling, sampler: Sampler, request: Request) -> Answer:
+    """A method at work on a request whose prompt is prefilled, but for its last token, in the engine's state."""
+    kind = ChainSpeculation if method.tree is None else TreeSpeculation
+    return Answer(request, method, engine.state, kind(engine, method, sampling, sampler, request))

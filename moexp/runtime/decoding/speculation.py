@@ -5,18 +5,47 @@ Shape suffixes: B rows of a block, V vocabulary, L MoE layers, k top-k, W words 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
+from moexp.base.errors import MoexpError
 from moexp.runtime.drafters.draft_tree import DraftTree
 from moexp.runtime.engine.engine import Block
 from moexp.runtime.engine.moe import StepPath
 from moexp.runtime.selectors.expert_sets import Words
 from moexp.runtime.verifiers.chain import Verdict
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt to decode.
+
+    Attributes:
+        prompt_ids: at least one token; the last is pending at first.
+        max_new_tokens: emitted at most; from 1.
+        stop_ids: the answer ends with the first of them (which is emitted).
+        number, workload: for the records.
+
+    Raises:
+        MoexpError: an empty prompt, or no room for a token.
+    """
+
+    prompt_ids: Sequence[int]
+    max_new_tokens: int
+    stop_ids: Collection[int] = ()
+    number: int = 0
+    workload: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids:
+            raise MoexpError("an empty prompt", valid="at least one token")
+        if self.max_new_tokens < 1:
+            raise MoexpError(f"{self.max_new_tokens} new tokens", where="decode.max_new_tokens", valid="from 1")
+        object.__setattr__(self, "stop_ids", frozenset(self.stop_ids))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from moexp.runtime.decoding.method import DRAFT_ROUTER, HEAD, LEARNED, Method
-from moexp.runtime.decoding.speculation import Proposal, SelectedTree
+from moexp.runtime.decoding.speculation import Proposal, Request, SelectedTree
 from moexp.runtime.drafters.draft_tree import DraftTree
 from moexp.runtime.drafters.head_tree import HeadTreeDrafter
 from moexp.runtime.drafters.self_chain import DRAFTERS
@@ -26,36 +26,23 @@ from moexp.runtime.verifiers.tree import verify_tree
 
 
 class TreeSpeculation:
-    """A draft tree a cycle on one request.
-
-    Args:
-        prompt_ids: prefilled but for the last.
-        max_new_tokens: emitted at most.
-    """
+    """A draft tree a cycle on one request, whose prompt is prefilled but for the last token."""
 
     path = VERIFY
 
-    def __init__(
-        self,
-        engine: Engine,
-        method: Method,
-        sampling: Sampling,
-        sampler: Sampler,
-        prompt_ids: Sequence[int],
-        max_new_tokens: int,
-    ) -> None:
+    def __init__(self, engine: Engine, method: Method, sampling: Sampling, sampler: Sampler, request: Request) -> None:
         assert method.tree is not None
         self.engine, self.method, self.sampling, self.sampler = engine, method, sampling, sampler
         self.plan = plan = method.tree
         self.drafter: SelfTreeDrafter | HeadTreeDrafter
         if method.drafter == HEAD:
-            self.drafter = HeadTreeDrafter(engine, plan.shape, prompt_ids)
+            self.drafter = HeadTreeDrafter(engine, plan.shape, request.prompt_ids)
         else:
             self.drafter = SelfTreeDrafter(engine, DRAFTERS[method.drafter](method.r), plan.shape)
         make_predictor = engine.predictors.get(plan.predictor)
         self.predictor = None if make_predictor is None else make_predictor()
         if self.predictor is not None:
-            self.predictor.begin(prompt_ids, max_new_tokens)
+            self.predictor.begin(request.prompt_ids, request.max_new_tokens)
         budget = None if method.budget == "cache" else method.budget
         self.selector = make_selector(plan.selector, SelectorOptions(plan.epsilon, method.tau, budget))
 
