@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moexp.base.errors import MoexpError
-from moexp.cli.app import app
+from moexp.cli.main import app
 from moexp.papers import load_paper
 from moexp.tables.core.table import Row
 from moexp.tables.ecospec.compare import COLUMNS, FOLDER, compare

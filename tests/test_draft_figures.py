@@ -83,7 +83,7 @@ def folder(steps: dict[str, list[StepRecord]], tmp_path: Path) -> Path:
 
 
 def drawn(folder: Path, name: str) -> Plot:
-    (plot,) = build_plots(folder, None, SAMPLES, [name])
+    (plot,) = build_plots(folder, None, SAMPLES, name)
     return plot
 
 

@@ -39,7 +39,7 @@ def assert_places(index: ExpertIndex, names=NAMES) -> None:
 def test_places(tmp_path, dtype, shards):
     index = ExpertIndex.from_checkpoint(save_shards(tmp_path, expert_tensors(dtype=dtype), shards))
     assert index.keys == tuple((layer, expert) for layer in (1, 2) for expert in range(4))
-    assert (index.layers, index.num_experts, index.dtype) == ((1, 2), 4, dtype)
+    assert index.dtype == dtype
     assert index.expert_bytes == 3 * 24 * 40 * dtype.itemsize
     assert len(index.files) == shards
     assert_places(index)

@@ -162,7 +162,7 @@ def naive_moe(module, index, x_TH, top_r):
 @pytest.mark.parametrize("top_r", [1, 2, None])
 def test_a_moe_layer_is_equation_4_and_5(tiny_folder, rows, top_r):
     engine: Any = make_engine(tiny_folder())
-    module = engine.target.moe_block(2)
+    module = engine.target.model.model.layers[2].mlp
     weights = {expert: w for (layer, expert), w in engine.store.weights.items() if layer == 2}
     x_TH = torch.randn(rows, 64, generator=torch.Generator().manual_seed(1))
     layer = engine._network.layers[2].moe
@@ -230,7 +230,7 @@ def test_draft_steps_see_the_verified_prefix_and_their_own_tokens(tiny_folder):
 
 @pytest.mark.parametrize("model_type", ["glm4_moe", "deepseek_v3"])
 def test_restructured_routing_is_the_modules(tiny_folder, model_type):
-    router = load_target(tiny_folder(model_type=model_type)).moe_block(1).gate
+    router = load_target(tiny_folder(model_type=model_type)).model.model.layers[1].mlp.gate
     x_TH = torch.randn(200, 64, generator=torch.Generator().manual_seed(0))
     ids, gates = sigmoid_route(router)(x_TH)
     expected_ids, expected_gates = module_route(router)(x_TH)
@@ -241,7 +241,7 @@ def test_restructured_routing_is_the_modules(tiny_folder, model_type):
 
 @pytest.mark.parametrize("route", [sigmoid_route, module_route])
 def test_equal_gates_are_ordered_by_index(tiny_folder, route):
-    router = load_target(tiny_folder()).moe_block(1).gate
+    router = load_target(tiny_folder()).model.model.layers[1].mlp.gate
     router.weight.zero_()
     router.e_score_correction_bias.zero_()
     router.e_score_correction_bias[[3, 9, 2, 11]] = 1.0  # chosen, with equal gates

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import resources
@@ -115,23 +115,16 @@ def load_texts(source: str) -> Iterator[str]:
             yield text
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, answers: Sequence[str] = ()) -> list[int]:
-    """Token ids of a prompt in the model's chat format, ending where the assistant is to answer.
+def render_chat(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt's first turn in the model's chat format, ending where the assistant is to answer.
 
-    Args:
-        tokenizer: one without a chat template gets plain `User:` / `Assistant:` lines.
-        prompt: its first turn comes first; later turns follow once the answers before them are known.
-        answers: the assistant's earlier answers, fewer than the prompt has turns.
+    A tokenizer without a chat template gets plain `User:` / `Assistant:` lines.
     """
-    assert len(answers) < len(prompt.turns), (prompt.id, len(answers))
     messages = [{"role": "user", "content": prompt.turns[0]}]
-    for answer, turn in zip(answers, prompt.turns[1:], strict=False):
-        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
     if getattr(tokenizer, "chat_template", None):
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         return cast(list[int], ids)
-    lines = [f"{message['role'].capitalize()}: {message['content']}\n" for message in messages]
-    return tokenizer.encode("".join(lines) + "Assistant:")
+    return tokenizer.encode(f"User: {prompt.turns[0]}\nAssistant:")
 
 
 def _embedded(name: str) -> list[Prompt]:

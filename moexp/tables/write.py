@@ -85,8 +85,7 @@ def draw_figures(
     Raises:
         MoexpError: the data of the figure `only` are missing.
     """
-    samples = recipe.bench.bootstrap_samples
-    plots = _BUILD_PLOTS[paper](run_folder, trace_folder, samples, None if only is None else [only])
+    plots = _BUILD_PLOTS[paper](run_folder, trace_folder, recipe.bench.bootstrap_samples, only)
     if only is not None and not plots:
         traced = not FIGURES[paper][only]
         raise MoexpError(

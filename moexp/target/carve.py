@@ -26,6 +26,12 @@ from moexp.base.errors import MoexpError
 from moexp.base.ridge import solve_ridge
 
 ROUTER_RIDGE = 1e-2
+COPIED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
+    "bos_token_id", "eos_token_id", "pad_token_id",
+)  # fmt: skip
+"""Values of the config that the carved model has of the dense one."""
 
 
 @dataclass(frozen=True)
@@ -152,18 +158,8 @@ def carved_config(dense: LlamaForCausalLM, geometry: Geometry) -> Glm4MoeConfig:
     source: Any = dense.config
     build: Any = Glm4MoeConfig  # its signature does not list what the base class takes
     config: Glm4MoeConfig = build(
-        vocab_size=source.vocab_size,
-        hidden_size=source.hidden_size,
-        intermediate_size=source.intermediate_size,
+        **{name: getattr(source, name) for name in COPIED},
         moe_intermediate_size=geometry.expert_width,
-        num_hidden_layers=source.num_hidden_layers,
-        num_attention_heads=source.num_attention_heads,
-        num_key_value_heads=source.num_key_value_heads,
-        head_dim=source.head_dim,
-        hidden_act=source.hidden_act,
-        max_position_embeddings=source.max_position_embeddings,
-        rms_norm_eps=source.rms_norm_eps,
-        tie_word_embeddings=source.tie_word_embeddings,
         rope_parameters={**source.rope_parameters, "partial_rotary_factor": 1.0},
         partial_rotary_factor=1.0,
         attention_bias=False,
@@ -176,9 +172,6 @@ def carved_config(dense: LlamaForCausalLM, geometry: Geometry) -> Glm4MoeConfig:
         n_shared_experts=geometry.shared_neurons // geometry.expert_width,
         routed_scaling_factor=float(geometry.top_k),
         norm_topk_prob=True,
-        bos_token_id=source.bos_token_id,
-        eos_token_id=source.eos_token_id,
-        pad_token_id=source.pad_token_id,
     )
     return config
 

@@ -56,10 +56,6 @@ class DraftExperts(nn.Module):
         """The scaled output [T, H] of layer `layer`'s draft expert."""
         return self.experts[str(layer)](x_TH)
 
-    def resident_bytes(self) -> int:
-        """Bytes the draft experts add to the accelerator."""
-        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters())
-
 
 def save_draft_experts(folder: Path, experts: DraftExperts, fingerprint: str, details: dict[str, Any]) -> None:
     """Writes the checkpoint folder atomically. `details` (recipe, metrics, provenance) is for people to read."""

@@ -121,16 +121,6 @@ class ExpertIndex:
         self.expert_bytes = max(self.elements(key) for key in self.keys) * dtype.itemsize
 
     @property
-    def layers(self) -> tuple[int, ...]:
-        """MoE layers, ascending."""
-        return tuple(sorted({layer for layer, _ in self.keys}))
-
-    @property
-    def num_experts(self) -> int:
-        """Experts of the layer that has most."""
-        return 1 + max(expert for _, expert in self.keys)
-
-    @property
     def biased(self) -> bool:
         """Whether the experts have biases."""
         return self.coding is not None and self.coding.biased

@@ -76,10 +76,6 @@ class Target:
             return frozenset()
         return frozenset([ids] if isinstance(ids, int) else ids)
 
-    def moe_block(self, layer: int) -> Any:
-        """The MoE module (router, shared experts) of decoder layer `layer`."""
-        return self.model.model.layers[layer].mlp
-
 
 def load_target(folder: Path | str, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Target:
     """Load a checkpoint folder, all but its routed experts.

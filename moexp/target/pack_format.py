@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from pydantic import BaseModel
 
 from moexp.base.errors import MoexpError
 from moexp.target.experts import ByteRange, ExpertIndex, ExpertKey, ExpertLocation
@@ -41,8 +41,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.bfloat16
 _REMEDY = "a folder that `moexp pack` wrote; pack the source again"
 
 
-@dataclass(frozen=True)
-class PackManifest:
+class PackManifest(BaseModel, frozen=True, extra="forbid"):
     """What a pack holds.
 
     Attributes:
@@ -64,23 +63,18 @@ class PackManifest:
     hidden: int
     width: int
     record_bytes: int
-    checksums: Mapping[int, tuple[str, ...]]
+    checksums: dict[int, tuple[str, ...]]
     biased: bool = False
     format: int = FORMAT
 
     def digest(self) -> str:
         """Hex sha256 over all of it; the config of a packed checkpoint repeats it."""
-        return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain JSON; `from_dict` reads it back."""
-        return asdict(self) | {"checksums": {str(layer): list(sums) for layer, sums in self.checksums.items()}}
-
-    @classmethod
-    def from_dict(cls, value: dict[str, Any]) -> PackManifest:
-        """Raises KeyError, TypeError, ValueError or AttributeError where `value` is no manifest."""
-        checksums = {int(layer): tuple(map(str, sums)) for layer, sums in value["checksums"].items()}
-        return cls(**{**value, "checksums": checksums})
+    @property
+    def record(self) -> RecordShape:
+        """What a record holds."""
+        return RecordShape(self.quant, _DTYPES[self.dtype], self.hidden, self.width, self.biased)
 
 
 def layer_file(layer: int) -> str:
@@ -88,34 +82,46 @@ def layer_file(layer: int) -> str:
     return f"experts-layer-{layer:03d}.bin"
 
 
-def data_bytes(quant: str, dtype: torch.dtype, rows: int, columns: int) -> int:
-    """Bytes of a matrix in a record.
+@dataclass(frozen=True)
+class RecordShape:
+    """An expert's record: a key of `QUANTS`, the type before packing, H, I, and whether there are biases."""
 
-    Raises:
-        MoexpError: its rows are no whole number of blocks.
-    """
-    kind = QUANTS[quant]
-    if kind is None:
-        return rows * columns * dtype.itemsize
-    block, block_bytes = GGML_QUANT_SIZES[kind]
-    if columns % block:
-        raise MoexpError(
-            f"rows of {columns} weights are no whole number of {quant} blocks",
-            where="--quant",
-            valid=f"none, or a hidden size and an expert width that are multiples of {block}",
-        )
-    return rows * columns // block * block_bytes
+    quant: str
+    dtype: torch.dtype
+    hidden: int
+    width: int
+    biased: bool
 
+    @property
+    def down_offset(self) -> int:
+        """Byte where the down matrix starts."""
+        return self._matrix_bytes(2 * self.width, self.hidden)
 
-def content_bytes(quant: str, dtype: torch.dtype, hidden: int, width: int, biased: bool = False) -> int:
-    """Bytes of an expert's record without padding."""
-    biases = (2 * width + hidden) * dtype.itemsize if biased else 0
-    return data_bytes(quant, dtype, 2 * width, hidden) + data_bytes(quant, dtype, hidden, width) + biases
+    @property
+    def content_bytes(self) -> int:
+        """Bytes without padding.
 
+        Raises:
+            MoexpError: rows of the matrices are not a multiple of blocks.
+        """
+        biases = (2 * self.width + self.hidden) * self.dtype.itemsize if self.biased else 0
+        return self.down_offset + self._matrix_bytes(self.hidden, self.width) + biases
 
-def record_bytes(quant: str, dtype: torch.dtype, hidden: int, width: int, biased: bool = False) -> int:
-    """Bytes of an expert's record, padding included."""
-    return -(-content_bytes(quant, dtype, hidden, width, biased) // ALIGN) * ALIGN
+    @property
+    def record_bytes(self) -> int:
+        """Bytes, padding included."""
+        return -(-self.content_bytes // ALIGN) * ALIGN
+
+    def _matrix_bytes(self, rows: int, columns: int) -> int:
+        kind = QUANTS[self.quant]
+        if kind is None:
+            return rows * columns * self.dtype.itemsize
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        if columns % block:
+            what = f"rows of {columns} weights are no whole number of {self.quant} blocks"
+            valid = f"none, or a hidden size and an expert width that are multiples of {block}"
+            raise MoexpError(what, where="--quant", valid=valid)
+        return rows * columns // block * block_bytes
 
 
 def checksum(record: Any) -> str:
@@ -142,19 +148,17 @@ class PackedIndex(ExpertIndex):
 
     def __init__(self, folder: Path, manifest: PackManifest) -> None:
         self.manifest = manifest
-        self.stored_bytes = manifest.record_bytes
-        dtype, hidden, width = _DTYPES[manifest.dtype], manifest.hidden, manifest.width
-        self.down_offset = data_bytes(manifest.quant, dtype, 2 * width, hidden)
-        length = content_bytes(manifest.quant, dtype, hidden, width, manifest.biased)
+        self.stored_bytes, record = manifest.record_bytes, manifest.record
+        self.down_offset, length = record.down_offset, record.content_bytes
         layers = sorted(manifest.checksums)
         locations: dict[ExpertKey, ExpertLocation] = {}
         for number, layer in enumerate(layers):
             for expert in range(len(manifest.checksums[layer])):
                 start = expert * manifest.record_bytes
                 span = ByteRange(number, start, start + length)
-                locations[layer, expert] = ExpertLocation((span,), {}, width, hidden)
+                locations[layer, expert] = ExpertLocation((span,), {}, manifest.width, manifest.hidden)
         files = tuple(folder / layer_file(layer) for layer in layers)
-        super().__init__(files, locations, dtype, frozenset())
+        super().__init__(files, locations, record.dtype, frozenset())
 
     @property
     def quant(self) -> str:
@@ -198,20 +202,19 @@ def read_manifest(folder: Path | str) -> PackManifest:
     """
     folder = Path(folder)
     try:
-        manifest = PackManifest.from_dict(json.loads((folder / MANIFEST).read_text()))
+        manifest = PackManifest.model_validate_json((folder / MANIFEST).read_text())
         promised = json.loads((folder / "config.json").read_text())[CONFIG_KEY]["manifest"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise MoexpError("no readable manifest of a pack", where=str(folder / MANIFEST), valid=_REMEDY) from error
     if manifest.format != FORMAT or manifest.quant not in QUANTS or manifest.dtype not in _DTYPES:
         raise MoexpError(f"a pack of format {manifest.format}", where=str(folder), valid=f"format {FORMAT}")
-    expected = record_bytes(manifest.quant, _DTYPES[manifest.dtype], manifest.hidden, manifest.width, manifest.biased)
+    expected = manifest.record.record_bytes
     if promised != manifest.digest() or expected != manifest.record_bytes or not manifest.checksums:
         raise MoexpError("the manifest is not of this checkpoint", where=str(folder / MANIFEST), valid=_REMEDY)
     for layer, sums in manifest.checksums.items():
         file = folder / layer_file(layer)
-        size = file.stat().st_size if file.is_file() else 0
-        if size != len(sums) * manifest.record_bytes:
-            wanted = len(sums) * manifest.record_bytes
+        size, wanted = file.stat().st_size if file.is_file() else 0, len(sums) * manifest.record_bytes
+        if size != wanted:
             raise MoexpError(f"{file.name} has {size} bytes of {wanted}", where=str(folder), valid=_REMEDY)
     return manifest
 

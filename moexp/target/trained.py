@@ -93,22 +93,14 @@ class TrainedFiles:
             raise MoexpError(what, where=str(folder), valid=f"{self.what} trained on this very target")
 
     def tensors(self, folder: Path) -> dict[str, Tensor]:
-        """The weights.
-
-        Raises:
-            MoexpError: missing or damaged.
-        """
+        """The weights; MoexpError where they are missing or damaged."""
         try:
             return load_file(folder / self.weights)
         except (OSError, SafetensorError) as error:
             raise self.damaged(folder, error) from error
 
     def load_into(self, module: nn.Module, folder: Path) -> None:
-        """Loads the weights into a module of their shapes.
-
-        Raises:
-            MoexpError: missing, damaged, or of other shapes.
-        """
+        """Loads the weights into a module; MoexpError where they are missing, damaged, or of other shapes."""
         try:
             module.load_state_dict(self.tensors(folder))
         except RuntimeError as error:

@@ -78,10 +78,10 @@ def _ecospec(folder: Path) -> View | None:
 
 def _pairs(rows: Rows) -> Iterable[tuple[dict[str, str], dict[str, str]]]:
     """Averages by confidence and by marginal cost: ours of one platform and drafter, then the paper's of one target."""
-    ours = {(row["platform"], row["method"]): row for row in rows if row["tag"] != PAPER}
-    for (platform, method), row in ours.items():
-        if (platform, f"{method} + EcoSpec") in ours:
-            yield row, ours[platform, f"{method} + EcoSpec"]
+    measured = {(row["platform"], row["method"]): row for row in rows if row["tag"] != PAPER}
+    for (platform, method), row in measured.items():
+        if (platform, f"{method} + EcoSpec") in measured:
+            yield row, measured[platform, f"{method} + EcoSpec"]
     paper = [row for row in rows if row["tag"] == PAPER]
     chosen = {row["model"]: row for row in paper if row["method"] == "EcoSpec"}
     for row in paper:

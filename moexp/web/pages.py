@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
@@ -13,7 +14,9 @@ from moexp.base.errors import MoexpError
 from moexp.tables.core.table import view_text
 from moexp.web import markup
 from moexp.web.contents import REPORT_HTML, REPORT_MD, Document
-from moexp.web.report import Report
+
+if TYPE_CHECKING:
+    from moexp.web.build import Report
 
 OPEN = ("table 2: decode throughput", "table 1: speedup over ar")
 """How the tables begin that are not folded: those that the papers' claims rest on."""

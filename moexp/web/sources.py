@@ -37,13 +37,9 @@ class Source:
     run: str
     measured: Measured
 
-    @property
-    def name(self) -> str:
-        return f"{self.paper}, {self.platform}" + (f", {self.run}" if self.run else "")
-
     def named(self) -> Measured:
         """The records under a name that is unique in the report."""
-        return replace(self.measured, name=self.name)
+        return replace(self.measured, name=", ".join(filter(None, (self.paper, self.platform, self.run))))
 
 
 def load_sources(paper: str, folder: Path) -> list[Source]:

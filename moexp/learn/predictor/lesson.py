@@ -57,7 +57,8 @@ class Lesson:
 
     def probe(self, model: RoutingPredictor) -> float:
         """The predictor's overlap on the probe."""
-        return self.overlap(evaluate(model, self, self.probe_R), self.probe_R)
+        chosen_R = self.probe_R
+        return self.overlap(evaluate(model, self, chosen_R), chosen_R)
 
 
 def lesson_of(recipe: Recipe, rows: RoutingRows) -> Lesson:
@@ -65,17 +66,10 @@ def lesson_of(recipe: Recipe, rows: RoutingRows) -> Lesson:
     section = recipe.predictor
     train_R, held_R = split_rows(rows, section.held_out, recipe.seed)
     steps = section.epochs * max(1, len(train_R) // section.batch)
-    return Lesson(
-        rows=rows,
-        train_R=train_R,
-        held_R=held_R,
-        schedule=Schedule(steps, section.lr, max_minutes=section.max_minutes),
-        batch=section.batch,
-        dtype=getattr(torch, section.dtype),
-        backbone_rate=section.backbone_rate,
-        optimizer=section.optimizer,
-        seed=recipe.seed,
-    )
+    schedule = Schedule(steps, section.lr, max_minutes=section.max_minutes)
+    dtype = getattr(torch, section.dtype)
+    rate, optimizer = section.backbone_rate, section.optimizer
+    return Lesson(rows, train_R, held_R, schedule, section.batch, dtype, rate, recipe.seed, optimizer)
 
 
 @torch.no_grad()

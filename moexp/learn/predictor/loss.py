@@ -32,11 +32,15 @@ def overlap_hits(predicted_TLk: Any, routed_TLk: Any) -> Any:
 
 def backbone_states(model: RoutingPredictor, part: RoutingBatch, dtype: torch.dtype) -> Tensor:
     """The backbone's output [P, H] for the live tokens; matrix products in `dtype`, the rest as the weights are."""
-    with torch.autocast(part.ids_BT.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+    with _products_in(dtype, part):
         return model.hidden(part.ids_BT)[part.live_BT]
 
 
 def routing_logits(model: RoutingPredictor, part: RoutingBatch, dtype: torch.dtype) -> Tensor:
     """Logits [P, L, E] of the live tokens; matrix products in `dtype`, the rest as the weights are."""
-    with torch.autocast(part.ids_BT.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-        return model.logits(backbone_states(model, part, dtype))
+    with _products_in(dtype, part):
+        return model.logits(model.hidden(part.ids_BT)[part.live_BT])
+
+
+def _products_in(dtype: torch.dtype, part: RoutingBatch) -> torch.autocast:
+    return torch.autocast(part.ids_BT.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)

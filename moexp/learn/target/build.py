@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import Glm4MoeForCausalLM, PreTrainedTokenizerBase
+from transformers import Glm4MoeForCausalLM
 
 from moexp.base.atomic import new_folder, write_json
 from moexp.base.errors import MoexpError
@@ -117,7 +117,7 @@ def _build_carved(recipe: Recipe, folder: Path, cache: Path, provenance: dict[st
         with stage(f"warning: {dead} experts were not chosen on held-out text", None):
             pass
     manifest |= {"quality": quality, "answers": answers, "provenance": provenance}
-    _save(model, dense.tokenizer, folder, manifest, delta)
+    _save(model, dense, folder, manifest, delta)
     shutil.rmtree(work / "repair", ignore_errors=True)  # weights and moments of every stage: a gigabyte and more
 
 
@@ -176,27 +176,17 @@ def _repair_settings(recipe: Recipe, seed: int) -> RepairSettings:
         end_to_end=Schedule(section.e2e_steps, section.e2e_lr, max_minutes=cap and cap * rest),
         delta=Schedule(delta.steps, delta.lr, max_minutes=cap and cap * delta_share) if delta else None,
         density=delta.density if delta else 0.0,
-        layerwise_rows=section.layerwise_rows,
-        rows=section.rows,
-        router_weight=section.router_weight,
-        bias_rate=section.bias_rate,
-        locality=section.locality,
         seed=seed,
+        **section.model_dump(include={"layerwise_rows", "rows", "router_weight", "bias_rate", "locality"}),
     )
 
 
-def _save(
-    model: Glm4MoeForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    manifest: dict[str, Any],
-    delta: Path | None,
-) -> None:
+def _save(model: Glm4MoeForCausalLM, dense: Dense, folder: Path, manifest: dict[str, Any], delta: Path | None) -> None:
     for gate_bias in (m for name, m in model.named_buffers() if name.endswith("e_score_correction_bias")):
         gate_bias.data = gate_bias.data.float()
     with new_folder(folder) as into:
         model.save_pretrained(into, max_shard_size="20GB")
-        tokenizer.save_pretrained(into)
+        dense.tokenizer.save_pretrained(into)
         write_json(into / MANIFEST, manifest)
         if delta is not None:
             shutil.move(delta, into / DELTA)

@@ -16,7 +16,7 @@ from transformers import DynamicCache, Glm4MoeForCausalLM, LlamaForCausalLM, Pre
 
 from moexp.learn.core.experts import hooked, routers
 from moexp.learn.core.logit_loss import logit_loss
-from moexp.learn.target.routing import LoadCounter
+from moexp.learn.target.routing import counting, zero_loads
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -48,13 +48,13 @@ def measure_quality(model: Glm4MoeForCausalLM, dense: LlamaForCausalLM, held_NL:
     """Teacher-forced on held-out rows; loss is on the text's own next token."""
     model.eval()
     top_k = model.config.num_experts_per_tok
-    counter = LoadCounter(model)
+    loads = zero_loads(model)
     nats: dict[str, float] = {}
     kl = dense_nats = 0.0
     agree = tokens = 0
     for routed in sorted({top_k, min(3, top_k), 1, 0}, reverse=True):
         total = 0.0
-        with _active_experts(model, routed), counter.watching() if routed == top_k else nullcontext():
+        with _active_experts(model, routed), counting(loads) if routed == top_k else nullcontext():
             for rows_BL in held_NL.long().split(batch):
                 hidden_TH = _hidden(model, rows_BL)
                 next_T = rows_BL[:, 1:].flatten()
@@ -66,7 +66,7 @@ def measure_quality(model: Glm4MoeForCausalLM, dense: LlamaForCausalLM, held_NL:
                     result = logit_loss(hidden_TH, dense_TH, model.lm_head.weight.to(hidden_TH.dtype), head_VH)
                     kl, agree, tokens = kl + result.kl, agree + result.agree, tokens + result.tokens
         nats[f"top-{routed}"] = total / tokens
-    load_LE = torch.stack(list(counter.loads.values()))
+    load_LE = torch.stack(list(loads.values()))
     return Quality(
         dense_nats=dense_nats / tokens,
         nats=nats,

@@ -2,7 +2,7 @@
 
 First every MoE block learns, on the dense model's own hidden states, to reproduce the dense FFN's output and to
 route by the energy of the neurons it was given (all layers in one dense forward pass, no stored features). Then the
-model learns the dense model's next-token distribution end to end; last, where the result is to be kept as a
+model learns the dense model's next-token distribution end to end; last, where the result is to become a
 small delta, it goes on learning with the weights that the delta will give back. A selection bias, moved after every
 step towards an even load as in DeepSeek-V3, keeps all experts in use.
 

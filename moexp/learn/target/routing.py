@@ -19,36 +19,36 @@ RouterOutput = tuple[Tensor, Tensor, Tensor]
 """Logits [T, E], gates [T, k], ids [T, k]."""
 
 
-class LoadCounter:
-    """Counts how often each expert of each layer is chosen, [E] by router, while `watching`."""
-
-    def __init__(self, model: Glm4MoeForCausalLM) -> None:
-        self.loads: dict[Any, Tensor] = {
-            gate: torch.zeros(model.config.n_routed_experts) for gate in routers(model).values()
-        }
-
-    def watching(self) -> AbstractContextManager[None]:
-        """Inside, forward passes count."""
-        return hooked(self.loads, self._count)
-
-    def _count(self, gate: nn.Module, _args: tuple[Tensor, ...], output: RouterOutput) -> None:
-        load_E = self.loads[gate]
-        load_E.add_(torch.bincount(output[2].flatten(), minlength=len(load_E)))
+def zero_loads(model: Glm4MoeForCausalLM) -> dict[Any, Tensor]:
+    """A count of zero for each expert, [E] by router."""
+    return {gate: torch.zeros(model.config.n_routed_experts) for gate in routers(model).values()}
 
 
-class LoadBalancer(LoadCounter):
+def counting(loads: dict[Any, Tensor]) -> AbstractContextManager[None]:
+    """Inside, forward passes add to `loads` how often each expert is chosen."""
+
+    def count(gate: nn.Module, _args: tuple[Tensor, ...], output: RouterOutput) -> None:
+        loads[gate].add_(torch.bincount(output[2].flatten(), minlength=len(loads[gate])))
+
+    return hooked(loads, count)
+
+
+class LoadBalancer:
     """Nudges the selection bias of routers towards an even load."""
 
     def __init__(self, model: Glm4MoeForCausalLM, rate: float) -> None:
-        super().__init__(model)
-        self._rate = rate
+        self._loads, self._rate = zero_loads(model), rate
+
+    def watching(self) -> AbstractContextManager[None]:
+        """Inside, forward passes count towards the next update."""
+        return counting(self._loads)
 
     def update(self) -> float:
         """Moves the biases by the load since the last update; returns the largest share of one layer's tokens that one
         expert took, over an even share.
         """
         worst = 0.0
-        for gate, load_E in self.loads.items():
+        for gate, load_E in self._loads.items():
             if load_E.sum() > 0:
                 mean = load_E.mean()
                 gate.e_score_correction_bias += self._rate * (mean - load_E).sign()
@@ -58,13 +58,13 @@ class LoadBalancer(LoadCounter):
 
     def state(self) -> dict[str, Tensor]:
         """The selection biases: no parameters, but what a resumed run must find as it left them."""
-        return {str(number): gate.e_score_correction_bias for number, gate in enumerate(self.loads)}
+        return {str(number): gate.e_score_correction_bias for number, gate in enumerate(self._loads)}
 
 
 class RoutingLocality:
     """How much of its routing a token shares with those before it, as a loss.
 
-    Experts of real models specialise, so neighbouring tokens share some of theirs and the union over a block grows
+    Experts of real models specialise, so neighbouring tokens share some of them and the union over a block grows
     slower than chance would have it; experts cut out of a dense FFN have no reason to. The loss of a layer is the
     share of a token's routing that goes to experts which none of the `WINDOW` tokens before it has used. Only routers
     learn from it: hidden states that did would lose what tells tokens apart (tried: half a nat).

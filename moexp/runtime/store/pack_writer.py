@@ -37,13 +37,13 @@ from moexp.target.pack_format import (
     MANIFEST,
     QUANTS,
     PackManifest,
+    RecordShape,
     check_quant,
     checksum,
     is_packed,
     layer_file,
     read_index,
     read_manifest,
-    record_bytes,
 )
 from moexp.target.shards import checkpoint_files, header_bytes, read_header
 from moexp.target.spec import MoESpec
@@ -83,7 +83,7 @@ def pack_checkpoint(
     if len(geometry) != 1:
         raise MoexpError("experts of different shapes", where=str(source), valid="all of one shape")
     ((width, hidden),) = geometry
-    size = record_bytes(quant, dtype, hidden, width, index.biased)
+    size = RecordShape(quant, dtype, hidden, width, index.biased).record_bytes
     work = destination.with_name(f".{destination.name}.packing")
     with atomic.writing(destination):
         work.mkdir(parents=True, exist_ok=True)
@@ -315,7 +315,7 @@ def _write_config(work: Path, source: Path, manifest: PackManifest) -> None:
         config[PADDED_FROM] = manifest.identity  # the same function, in other bytes
     config[CONFIG_KEY] = {"quant": manifest.quant, "manifest": manifest.digest()}
     atomic.write_json(work / "config.json", config)
-    atomic.write_json(work / MANIFEST, manifest.as_dict())
+    atomic.write_json(work / MANIFEST, manifest.model_dump(mode="json"))
 
 
 def _layer_of(name: str) -> int | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -111,11 +111,9 @@ class FigureSpec(NamedTuple, Generic[Data]):
     tables: tuple[int, ...]
 
 
-def make_plots(
-    specs: Mapping[str, FigureSpec[Data]], data: Data, trace: Path | None, only: Collection[str] | None
-) -> list[Plot]:
-    """The figures (those named in `only`; None: all) that the data and the trace allow."""
-    plots = [spec.make(data, trace) for name, spec in specs.items() if only is None or name in only]
+def make_plots(specs: Mapping[str, FigureSpec[Data]], data: Data, trace: Path | None, only: str | None) -> list[Plot]:
+    """The figures (the one named `only`, or all) that the data and the trace allow."""
+    plots = [spec.make(data, trace) for name, spec in specs.items() if only in (None, name)]
     return [plot for plot in plots if plot is not None]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 
 from moexp.tables.core.plot import FigureSpec, Plot, make_plots
@@ -36,8 +36,6 @@ def build_tables(folder: Path, samples: int = 2000) -> list[Table]:
     return [merged([(run.platform, make(run)) for run in runs]) for make in TABLES.values()]
 
 
-def build_plots(
-    folder: Path, trace: Path | None, samples: int = 2000, only: Collection[str] | None = None
-) -> list[Plot]:
-    """The figures (those named in `only`; None: all) that a run folder and a trace allow."""
+def build_plots(folder: Path, trace: Path | None, samples: int = 2000, only: str | None = None) -> list[Plot]:
+    """The figures (the one named `only`, or all) that a run folder and a trace allow."""
     return make_plots(FIGURES, load_eco_runs(folder, samples), trace, only)
