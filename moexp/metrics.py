@@ -279,7 +279,7 @@ def expected_acceptance(agreement: float, draft_tokens: int = 4) -> float:
 
 
 def byte_bound(alpha: float, top_k: int, experts_per_layer: float) -> float:
-    """Highest cold speedup when loading is all that costs: alpha k / E, with E over the whole cycle."""
+    """Highest cold speedup when loading is all that costs: alpha k / E, with E over the cycle."""
     return alpha * top_k / experts_per_layer
 
 

@@ -112,7 +112,7 @@ class RecordWriter:
     """Appends records to a JSONL file, each handed to the system before `write` returns.
 
     Opening an existing file continues it: a last line that a kill has torn is cut off. A disk that fills up
-    is a MoexpError, and the file then ends with the last whole record.
+    is a MoexpError, and the file then ends with the last complete record.
     """
 
     def __init__(self, path: Path) -> None:
@@ -120,7 +120,7 @@ class RecordWriter:
         with atomic.writing(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            self._size = _whole_lines(self._fd)
+            self._size = _complete_bytes(self._fd)
             os.ftruncate(self._fd, self._size)
 
     def write(self, record: StepRecord | RequestRecord | TrainRecord | ProbeRecord) -> None:
@@ -196,7 +196,7 @@ def _parse(line: bytes, kind: type[Record], names: set[str], needed: set[str], w
         raise MoexpError(f"{kind.__name__} contradicts itself: {error}", where=where) from error
 
 
-def _whole_lines(fd: int) -> int:
+def _complete_bytes(fd: int) -> int:
     """Bytes up to and including the last newline."""
     end = os.fstat(fd).st_size
     block = 1 << 16

@@ -60,6 +60,24 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def read_json(path: Path, *, valid: str = "") -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Args:
+        valid: of the error: what can be done.
+
+    Raises:
+        MoexpError: unreadable, or no object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise MoexpError(f"not readable as JSON: {error}", where=str(path), valid=valid) from error
+    if not isinstance(value, dict):
+        raise MoexpError("not a JSON object", where=str(path), valid=valid)
+    return value
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """A temporary folder beside `path` that replaces it at once when the block ends without an error.

@@ -91,10 +91,10 @@ def tune(recipe: RecipeOption = "pocket", changes: SetOption = None, out: OutOpt
     """Choose K, tau, B and how much is prefetched, on prompts that no table uses."""
     from moexp.bench.tune import run_tune
 
-    found = run_tune(load(recipe, changes), out=out)
-    speedup = "" if found.speedup is None else f", {found.speedup:.2f} times AR"
-    typer.echo(f"best: {found.setting.name}{speedup} ({found.table})")
-    typer.echo("to use it: " + " ".join(f"--set {override}" for override in found.overrides()))
+    best = run_tune(load(recipe, changes), out=out)
+    speedup = "" if best.speedup is None else f", {best.speedup:.2f} times AR"
+    typer.echo(f"best: {best.setting.name}{speedup} ({best.table})")
+    typer.echo("to use it: " + " ".join(f"--set {override}" for override in best.overrides()))
 
 
 @command(app, "bench-quant", "moexp bench-quant --recipe pocket")

@@ -52,7 +52,7 @@ class TokenStream:
         self._drafted = False
 
     def push(self, token: int, drafted: bool) -> Piece | None:
-        """Adds a token; the text that is whole now, if any."""
+        """Adds a token; the text that is complete now, if any."""
         self._held.append(token)
         self._drafted = drafted
         text = self._new_text()
@@ -86,7 +86,7 @@ class MethodRun:
 
 @dataclass(frozen=True)
 class Generated:
-    """The method's run, and AR's of the same request where one was made."""
+    """The method's run, and AR's of the same request where it was decoded."""
 
     arm: MethodRun
     ar: MethodRun | None
@@ -171,8 +171,8 @@ class _Screen:
             console.print(Text("accepted draft tokens", DRAFTED), Text("target tokens", TARGET), sep="  ")
 
     def show(self, step: StepRecord) -> None:
-        for place, token in enumerate(step.tokens):
-            self._show(self._stream.push(token, drafted=place < step.accepted))
+        for index, token in enumerate(step.tokens):
+            self._show(self._stream.push(token, drafted=index < step.accepted))
 
     def end(self) -> None:
         self._show(self._stream.flush())

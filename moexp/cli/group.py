@@ -26,10 +26,10 @@ class CommandGroup(TyperGroup):
     """Ends every command's mistakes and interruptions in one line instead of a traceback."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, found, rest = super().resolve_command(ctx, args)
+        name, chosen, rest = super().resolve_command(ctx, args)
         if ranks.world() > 1 and name not in PARALLEL:
             raise MoexpError(f"{name} runs in one process", where="torchrun", valid=", ".join(PARALLEL))
-        return name, found, rest
+        return name, chosen, rest
 
     def invoke(self, ctx: Any) -> Any:
         with ranks.joined() as run:

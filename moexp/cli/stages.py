@@ -51,7 +51,7 @@ def print_path(console: Console, label: str, path: Path) -> None:
 
 
 def build_stage(recipe: Recipe, console: Console) -> Path:
-    """Builds the target unless it is there (a hub checkpoint is only fetched), and prints what was measured on it."""
+    """Builds the target unless that is done (a hub checkpoint is only fetched), and prints what was measured on it."""
     from moexp.learn.target.build import build_target, read_manifest
 
     begin(recipe)

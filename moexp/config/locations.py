@@ -26,7 +26,7 @@ def run_folder(recipe: Recipe, out: Path | None = None, paper: str = "draftexper
 
 
 def target_folder(recipe: Recipe) -> Path:
-    """Where the recipe's built target lies (unpadded), whether it is there yet or not."""
+    """Where the recipe's built target lies (unpadded), whether it exists yet or not."""
     if recipe.paths.target is not None:
         return Path(recipe.paths.target)
     return artifact_path("targets", recipe, "target", "seed")
@@ -57,7 +57,7 @@ def predictor_recipe(recipe: Recipe) -> Recipe:
 
 
 def predictor_folder(recipe: Recipe) -> Path:
-    """Where the recipe's expert predictor lies; checkpoints that it kept on the way are folders within."""
+    """Where the recipe's expert predictor lies; checkpoints that training saved are folders within."""
     if recipe.paths.predictor is not None:
         return Path(recipe.paths.predictor)
     sections = ("target", "predictor", "trace", "draft.corpus", "seed")

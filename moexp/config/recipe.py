@@ -70,7 +70,7 @@ class Recipe(Section):
     paths: PathsSection = PathsSection()
 
     def resolved_yaml(self) -> str:
-        """The whole recipe as YAML; `load_recipe` reads it back as an equal recipe."""
+        """The recipe as YAML; `load_recipe` reads it back as an equal recipe."""
         return dump_yaml(self.model_dump(mode="json"))
 
     def digest(self, *sections: str) -> str:
@@ -191,13 +191,13 @@ def valid_keys() -> list[str]:
 
 
 def nearest_key(key: str, among: Sequence[str] | None = None) -> str:
-    """The dotted key most like `key`, by the whole name or by its last part alone: of a recipe's, or of those given."""
+    """The dotted key most like `key`, by its full name or by its last part alone: of a recipe's, or of those given."""
     leaf = key.rsplit(".", 1)[-1]
 
     def likeness(candidate: str) -> tuple[float, int]:
-        whole = SequenceMatcher(None, key, candidate).ratio()
+        full = SequenceMatcher(None, key, candidate).ratio()
         last = SequenceMatcher(None, leaf, candidate.rsplit(".", 1)[-1]).ratio()
-        return max(whole, last - 0.1), -len(candidate)
+        return max(full, last - 0.1), -len(candidate)
 
     return max(valid_keys() if among is None else among, key=likeness)
 
@@ -315,13 +315,13 @@ def _check_keys(values: Mapping[Any, Any], where: str, *, schema: type[Section] 
 def _explain(error: ValidationError, origins: Mapping[str, str]) -> MoexpError:
     """The first bad value of a validation error as one line: key, value, where it was set, what is valid."""
     keys = set(valid_keys())
-    found: dict[str, list[ErrorDetails]] = {}
+    by_key: dict[str, list[ErrorDetails]] = {}
     for problem in error.errors(include_url=False):
         # A union's branches stand in the location too; the key is the longest prefix that is one.
         parts = [str(part) for part in problem["loc"]]
         dotted = next((k for n in range(len(parts), 0, -1) if (k := ".".join(parts[:n])) in keys), "recipe")
-        found.setdefault(dotted, []).append(problem)
-    dotted, problems = next(iter(found.items()))
+        by_key.setdefault(dotted, []).append(problem)
+    dotted, problems = next(iter(by_key.items()))
     where = next((origins[k] for k in _prefixes(dotted) if k in origins), "")
     if problems[0]["type"] == "missing":
         return MoexpError(f"missing value for {dotted}", where=where)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,8 @@ from moexp.base import atomic
 from moexp.base.errors import MoexpError
 from moexp.base.provenance import collect_provenance
 from moexp.config.recipe import Recipe
+
+REMEDY = "remove it to start over"
 
 
 class RunDir:
@@ -49,7 +50,7 @@ class RunDir:
             atomic.write_text(self.path / "recipe.yaml", self.recipe.resolved_yaml())
             invocation = collect_provenance(self.recipe.seed, self._argv)
             provenance = self.path / "provenance.json"
-            earlier = _read_json(provenance)["invocations"] if provenance.exists() else []
+            earlier = atomic.read_json(provenance, valid=REMEDY)["invocations"] if provenance.exists() else []
             atomic.write_json(provenance, {"invocations": [*earlier, invocation]})
         except BaseException:
             self._unlock()
@@ -66,7 +67,7 @@ class RunDir:
         marker = self._marker(stage)
         if not marker.exists():
             return None
-        saved = _read_json(marker)
+        saved = atomic.read_json(marker, valid=REMEDY)
         return saved["result"] if saved.get("digest") == digest else None
 
     def mark_done(self, stage: str, digest: str, result: dict[str, Any] | None = None) -> None:
@@ -116,14 +117,3 @@ def _lock(folder: Path) -> int:
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    remedy = "remove it to start over"
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MoexpError(f"not readable as JSON: {error}", where=str(path), valid=remedy) from error
-    if not isinstance(value, dict):
-        raise MoexpError("not a JSON object", where=str(path), valid=remedy)
-    return value

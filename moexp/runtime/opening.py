@@ -49,7 +49,7 @@ def opened_store(target: Target, section: StoreSection) -> Iterator[ExpertStore]
     """The store that a recipe's section describes, closed at the end.
 
     Raises:
-        MoexpError: it is to keep the most demanded experts, and no routing trace of the target is there.
+        MoexpError: it is to keep the most demanded experts, and there is no routing trace of the target.
     """
     pace = section.pace
     pacer = None if pace is None else Pacer(pace.bandwidth_gb_s * 1e9, pace.latency_us * 1e-6, pace.concurrency)

@@ -23,7 +23,7 @@ class TreePlan:
     """How a draft tree is grown, and which of its nodes are verified.
 
     Attributes:
-        shape: steps, tokens a node, nodes kept a step.
+        shape: steps, tokens a node, nodes expanded a step.
         selector: a key of `SELECTORS`.
         gamma: nodes verified, the pending token included.
         epsilon: of the selectors by cost.
@@ -56,7 +56,7 @@ class Method:
             the token it drafts is appended), not only once the drafted token is appended (Algorithm 1, line 13).
         prefetch_top: of a layer's predicted experts, launch only this many, by descending gate; None: all.
         tree: draft a tree and select from it, in place of a chain of `max_draft` and `policy`.
-        name: for records; by default made from the above.
+        name: for records; by default composed of the above.
     """
 
     drafter: str = "ar"

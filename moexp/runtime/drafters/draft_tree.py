@@ -127,7 +127,7 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class TreeShape:
-    """How a tree is grown; by default 3 steps of which 2 tokens are kept, as in the paper.
+    """How a tree is grown; by default 3 steps of which 2 tokens are expanded, as in the paper.
 
     Attributes:
         steps: draft steps; the depth.
@@ -186,7 +186,7 @@ class TreeBuilder:
 
         Args:
             tokens_FC: up to `width` different tokens for each node of `expanded`, in its order.
-            log_probs_FC: of the draft, given each node's path; what rounding put above 0 counts as 0.
+            log_probs_FC: of the draft, given each node's path; above 0 by rounding counts as 0.
         """
         assert not self.done
         assert tokens_FC.shape == log_probs_FC.shape and len(tokens_FC) == len(self.expanded)

@@ -1,7 +1,7 @@
 """Draft trees from a head on the target's hidden states: EAGLE-3, MTP, or a GTO-trained head.
 
 Pair t of the head is the target's state at position t and the token at t + 1 (`moexp.target.heads`). True pairs stay
-in the head's cache for the whole request; those of a tree, made of the head's own states, are forgotten after each
+in the head's cache for the request; those of a tree, made of the head's own states, are forgotten after each
 cycle. The head is resident, so drafting demands no routed expert at all.
 
 Shape suffixes: F width of what a head reads of the target, H width of the head, T pairs of a step.
@@ -26,7 +26,7 @@ class HeadTreeDrafter:
     Args:
         engine: with a draft head; a prompt has been prefilled.
         shape: of the trees.
-        prompt_ids: the whole prompt, its pending last token included.
+        prompt_ids: the prompt, its pending last token included.
     """
 
     top_r = 0  # routed experts that a drafted token uses

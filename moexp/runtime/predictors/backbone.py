@@ -41,7 +41,7 @@ def open_backbone(recipe: Recipe, cache: Path) -> Backbone:
     """The backbone that the recipe names.
 
     Args:
-        cache: where what the target was carved from is kept.
+        cache: folder of the dense models that targets are carved from.
 
     Raises:
         MoexpError: `source` for a target that was not carved; a hub id that cannot be had, or is no such model.

@@ -39,7 +39,7 @@ EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight")
 def write_predictor(
     folder: Path, model: RoutingPredictor, target: str, details: dict[str, Any], *, dtype: torch.dtype = torch.bfloat16
 ) -> None:
-    """Writes a predictor into `folder`, the header last: without it there is no predictor.
+    """Writes a predictor into `folder`, the header last: a folder without it is no predictor.
 
     Args:
         target: the target's identity (`moexp.target.load.target_identity`).

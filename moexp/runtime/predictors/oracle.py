@@ -17,7 +17,7 @@ from moexp.runtime.engine.engine import VERIFY, Block, Engine
 from moexp.runtime.predictors.predictor import Routing
 
 Recording = dict[bytes, Routing]
-"""Routing of whole trees by `tree_key`."""
+"""Routing of trees by `tree_key`."""
 
 
 def tree_key(before: Sequence[int], tree: DraftTree) -> bytes:

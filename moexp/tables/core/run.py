@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moexp.base import atomic
 from moexp.base.errors import MoexpError
 from moexp.records import RequestRecord, StepRecord, read_records
 from moexp.tables.core.tags import MEASURED
@@ -80,12 +80,4 @@ def invocations(folder: Path) -> list[dict[str, Any]]:
 
 def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object; None where there is no such file."""
-    if not path.exists():
-        return None
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise MoexpError(f"not readable as JSON: {error}", where=str(path)) from error
-    if not isinstance(value, dict):
-        raise MoexpError("not a JSON object", where=str(path))
-    return value
+    return atomic.read_json(path) if path.exists() else None
