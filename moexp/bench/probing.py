@@ -1,8 +1,8 @@
 """What the machine gives beside a run: short steps, and bursts of transfers, through its own store between requests.
 
 Memory, disk and processor drift within minutes, so constants that a run is to be predicted by must come from beside it.
-Probes decode text of their own. Of a step, the parts that compute are measured apart from the waiting: what is predicted
-from them (`moexp.sim.prices`) takes the computing only, and the link from the bursts.
+Probes decode text of their own. Of a step, the parts that compute are measured apart from the waiting: predictions
+from them (`moexp.sim.prices`) take the computing only, and the link from the bursts.
 """
 
 from __future__ import annotations
