@@ -304,12 +304,13 @@ def test_an_unknown_platform_or_table_names_the_valid_ones(recipe: Recipe):
         platforms.find_platform("phone")
     for text in ("7", "x", "1"):
         with pytest.raises(MoexpError, match="2, 3, 4, 5, 6, all"):
-            bench_tables.parse_tables(text)
-    assert bench_tables.parse_tables("all") == (2, 3, 4, 5, 6) and bench_tables.parse_tables("4") == (4,)
+            bench_tables.parse_request(text, None, "draftexpert")
+    requests = {text: bench_tables.parse_request(text, None, "draftexpert") for text in ("all", "4")}
+    assert requests == {"all": ((2, 3, 4, 5, 6), None), "4": ((4,), None)}
     with pytest.raises(MoexpError, match="11, 12, 13, all"):
         bench_tables.run_bench(recipe, (14,), paper="ecospec")
     with pytest.raises(MoexpError, match="no paper 'nope'.*draftexpert, ecospec"):
-        bench_tables.parse_tables("all", "nope")
+        bench_tables.parse_request("all", None, "nope")
 
 
 def test_every_platform_runs_what_its_tables_need():

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moexp.base.errors import MoexpError
-from moexp.bench.papers import parse_asked, run_bench
+from moexp.bench.papers import parse_request, run_bench
 from moexp.cli import main as cli
 from moexp.config.locations import trace_folder
 from moexp.config.recipe import load_recipe
@@ -69,6 +69,6 @@ def test_what_cannot_be_asked_for_is_one_clear_error():
     ):
         shown = moexp_("bench", *words)
         assert (shown.exit_code, shown.stderr) == (2, f"moexp: error: {wanted}\n")
-    assert parse_asked(None, None, "draftexpert") == (TABLES["draftexpert"], None)
-    assert parse_asked("4", None, "draftexpert") == ((4,), None)
-    assert parse_asked(None, "4", "draftexpert") == (None, "4")
+    assert parse_request(None, None, "draftexpert") == (TABLES["draftexpert"], None)
+    assert parse_request("4", None, "draftexpert") == ((4,), None)
+    assert parse_request(None, "4", "draftexpert") == (None, "4")

@@ -79,7 +79,7 @@ def run_audit(
     """Audits both papers and `results/<recipe>`; writes `audit.csv` and `audit.md` and prints the lines.
 
     Args:
-        recipe: its name; a results folder that is not there leaves its lines out.
+        recipe: its name; a results folder that does not exist leaves its lines out.
         console: to print to, if any.
         out: folder for the two files, if not `results/<recipe>`.
         results: where the recipes' results are.
@@ -88,8 +88,8 @@ def run_audit(
         MoexpError: a results file is malformed, or the files cannot be written.
     """
     folder = results / recipe
-    mine, left_out = our_lines(folder)
-    audit = Audit([*paper_lines(), *mine], left_out)
+    own, left_out = our_lines(folder)
+    audit = Audit([*paper_lines(), *own], left_out)
     audit.files = write_files(out or folder, recipe, audit.lines, left_out)
     if console is not None:
         _print(audit, console)

@@ -56,7 +56,7 @@ class Line:
         reported: what the formula's value is compared with; None: nothing is printed.
         relation: how `reported` stands to `implied` where the formula holds.
         unit: of both.
-        note: assumptions, or why there is no value.
+        note: assumptions, or why it has no value.
         subject: which row, where a line stands for several.
         agree, rows: how many of the rows that it stands for are as `relation` says; `rows` is 1 for a single one.
         tag: of the figures.
@@ -109,17 +109,17 @@ class Line:
         if self.implied is None:
             return f"Not calculated: {self.note}."
         ends = [self.number(end) for end in (self.low, self.high) if end is not None]
-        said = f"implied {self.number(self.implied)}{'' if self.unit == 'x' else ' '}{self.unit}".rstrip()
+        sentence = f"implied {self.number(self.implied)}{'' if self.unit == 'x' else ' '}{self.unit}".rstrip()
         if len(set(ends)) > 1:
-            said += f" ({ends[0]} to {ends[1]} over the inputs' rounding)"
+            sentence += f" ({ends[0]} to {ends[1]} over the inputs' rounding)"
         if self.reported is None:
-            return f"{_upper(said)}; no figure is printed to compare it with."
-        said += f", {self.reported.source} has {self.number(self.reported.value)}, {self._words()}"
+            return f"{_upper(sentence)}; no figure is printed to compare it with."
+        sentence += f", {self.reported.source} has {self.number(self.reported.value)}, {self._words()}"
         if self.rows == 1:
-            return f"{_upper(said)}."
+            return f"{_upper(sentence)}."
         if self.relation == "=" and abs(self.reported.value - self.implied) < SLACK:
             return f"All {self.rows} are the same."
-        return f"{self.agree} of {self.rows} are {self._norm()}; farthest is {self.subject}: {said}."
+        return f"{self.agree} of {self.rows} are {self._norm()}; farthest is {self.subject}: {sentence}."
 
     def number(self, value: float) -> str:
         """A value of this line, to three significant digits or to the reported figure's last."""
@@ -174,7 +174,7 @@ def derive(
 
 
 def same(paper: str, first: Input, second: Input, **more: Any) -> Line:
-    """The line of one figure that stands in two places."""
+    """The line of one figure that stands in two digits."""
     return derive(paper, "the same figure", [first], second, **more)
 
 
@@ -205,8 +205,8 @@ def number(value: float, step: float = 0.0) -> str:
     """A value to three significant digits, or to the digit of `step` where that is more; no exponent, no padding."""
     if value == int(value):
         return str(int(value))
-    places = max(0, 2 - floor(log10(abs(value))), round(-log10(step)) if 0 < step < 1 else 0)
-    return f"{value:.{places}f}"
+    digits = max(0, 2 - floor(log10(abs(value))), round(-log10(step)) if 0 < step < 1 else 0)
+    return f"{value:.{digits}f}"
 
 
 def _apart(line: Line) -> float:

@@ -1,7 +1,7 @@
 """Rules that rows of our results follow: a formula, its inputs by column, and a tolerance. Pure.
 
 A rule sees a row's scope: `row` itself, other rows by name, and inputs that are in no column. An input is written
-`column`, `other.column` or `name=other.column`; where a cell is empty there is no line, unless the input ends in `?`.
+`column`, `other.column` or `name=other.column`; an empty cell makes no line, unless the input ends in `?`.
 Of several reported columns each makes a line, and `{}` in the inputs is its name; `{column}` is the row's cell.
 """
 
@@ -73,9 +73,9 @@ def _inputs(scope: Scope, written: str) -> list[Input]:
     """What an input stands for: one, or one each of several rows; none where a cell is empty."""
     name, _, path = written.rpartition("=")
     owner, _, column = path.rpartition(".")
-    found = scope.get(path) if not owner else None
-    if isinstance(found, Input):
-        return [found]
+    given = scope.get(path) if not owner else None
+    if isinstance(given, Input):
+        return [given]
     if path in scope:
         return []
     records = scope[owner or "row"]
@@ -147,8 +147,8 @@ def run_checks(folder: Path, checks: Iterable[Check]) -> tuple[list[Line], list[
         if missing:
             left_out.append(f"{check.name}: no {', '.join(missing)} in {folder}")
             continue
-        found = check.lines({file: sheet for file in check.files if (sheet := sheets[file]) is not None})
-        lines += found
-        if not found:
+        checked = check.lines({file: sheet for file in check.files if (sheet := sheets[file]) is not None})
+        lines += checked
+        if not checked:
             left_out.append(f"{check.name}: nothing measured in {', '.join(check.files)}")
     return lines, left_out

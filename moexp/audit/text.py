@@ -41,19 +41,19 @@ def csv_row(line: Line) -> Row:
 
 def sections(lines: Sequence[Line]) -> dict[str, list[Line]]:
     """The lines by whose they are, in order."""
-    return {name: mine for name in TITLES if (mine := [line for line in lines if line.paper == name])}
+    return {name: group for name in TITLES if (group := [line for line in lines if line.paper == name])}
 
 
 def terminal_tables(lines: Sequence[Line]) -> list[Table]:
     """One table a section; ids fold and words wrap, so that 80 columns are enough."""
     tables = []
-    for name, mine in sections(lines).items():
-        table = Table(box=None, pad_edge=False, title=f"{TITLES[name]} ({_tags(mine)})", title_justify="left")
+    for name, group in sections(lines).items():
+        table = Table(box=None, pad_edge=False, title=f"{TITLES[name]} ({_tags(group)})", title_justify="left")
         table.add_column(HEADER[0], max_width=26, overflow="fold")
         table.add_column(HEADER[1], overflow="fold")
         for head in HEADER[2:]:
             table.add_column(head, justify="right", no_wrap=True)
-        for line in mine:
+        for line in group:
             table.add_row(*_cells(line))
         tables.append(table)
     return tables
@@ -79,10 +79,10 @@ def markdown(recipe: str, lines: Sequence[Line], left_out: Sequence[str]) -> str
             "with exit code 1 where one is exceeded."
         ),
     ]
-    for name, mine in sections(lines).items():
-        parts.append(f"## {TITLES[name]} ({_tags(mine)})")
-        parts.append(view_text(View("", HEADER, [_cells(line) for line in mine])))
-        parts.append("\n".join(_paragraph(line) for line in mine))
+    for name, group in sections(lines).items():
+        parts.append(f"## {TITLES[name]} ({_tags(group)})")
+        parts.append(view_text(View("", HEADER, [_cells(line) for line in group])))
+        parts.append("\n".join(_paragraph(line) for line in group))
     if left_out:
         parts += ["## Left out", "\n".join(_wrapped(f"{reason}.", "- ", "  ") for reason in left_out)]
     return "\n\n".join(parts) + "\n"

@@ -1,4 +1,4 @@
-"""Cache budgets: AR and the full method on disk with a part of the routed experts kept, by policy and by budget.
+"""Cache budgets: AR and the full method on disk with room for a part of the routed experts, by policy and by budget.
 
 Every (policy, budget, method) decodes a prompt on a store of its own that begins empty and is filled by the prompt's
 prefill, so none profits from another; all of them decode a prompt before any decodes the next. Each policy and budget

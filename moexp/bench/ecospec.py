@@ -1,6 +1,6 @@
 """What EcoSpec's tables need, measured: trees of every trained drafter with every selection, interleaved on one store.
 
-Drafters: the heads that `moexp train-drafter` made, and the target on its draft-expert path. Each selects by confidence
+Drafters: the trained heads (`moexp train-drafter`), and the target on its draft-expert path. Each selects by confidence
 (the baseline) and by marginal cost (EcoSpec), from the same trees; heads ask the learned predictor for expert sets, the
 draft-expert path its own router. Experts are in memory, where a step costs the traffic of the union (the paper's
 setting), and cold on the local disk, as for DraftExpert's tables; padded in both.
@@ -224,7 +224,7 @@ class _Bench:
         return self.in_memory
 
     def _warm_engines(self, store: ExpertStore) -> Callable[[Method], PromptEngine]:
-        """Engines over the shared store: made once, warmed up by the first part that runs."""
+        """Engines over the shared store: opened once, warmed up by the first part that runs."""
         if self.warm is None:
             # The oracle's demands must not be counted in the records: the same weights under counters of its own.
             oracle = PromptEngine(self.setup.target, ResidentStore(self._memory().weights))
@@ -234,7 +234,7 @@ class _Bench:
     def _engines(
         self, store: ExpertStore, others: Mapping[str, Callable[[], ExpertPredictor]] | None = None
     ) -> Callable[[Method], PromptEngine]:
-        """One engine a drafter, all over the same store. Prompts come from memory where the experts are there anyway:
+        """One engine a drafter, all over the same store. Prompts come from memory where it holds the experts anyway:
         each engine has its own cache to fill.
         """
         predictors = {**self.learned, **(others or {})}

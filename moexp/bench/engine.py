@@ -18,7 +18,7 @@ class PromptEngine(Engine):
     Every method's prefill is the same computation, and decoding writes only behind it: nothing else changes.
 
     Attributes:
-        prefill_store: where prompts take their experts from, in place of `store`; the same weights.
+        prefill_store: where prompts take their experts from, instead of `store`; the same weights.
         prefill_s: seconds that the prompt took.
     """
 

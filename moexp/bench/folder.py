@@ -1,7 +1,7 @@
 """The folder of one run on one platform, and how a run that was cut off goes on.
 
 It holds `settings.json` (what was measured), `provenance.json`, `probe.json` (of the platform), `steps.jsonl`,
-`requests.jsonl` and `routing.parquet` (what the store was asked for; not of batches), and `probes.jsonl` where the
+`requests.jsonl` and `routing.parquet` (every demand on the store; not of batches), and `probes.jsonl` where the
 machine was probed on the way. The request is the unit of resuming: its steps are written first and its record last, so
 a pair (prompt, method) is either complete or measured again, with those whose turn it shared.
 """

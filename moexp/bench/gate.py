@@ -36,7 +36,7 @@ FRESH = "ar, fresh engine"  # the control: AR against AR
 
 @dataclass(frozen=True)
 class Setting:
-    """One store to test on, and the methods to test there."""
+    """One store to test on, and the methods to test on it."""
 
     store: StoreSection
     padded: bool
@@ -166,7 +166,7 @@ def _answer(target: Target, engine: Engine, method: Method, ids: Sequence[int], 
 
 
 def store_for(section: StoreSection, target: Target) -> StoreSection:
-    """The store to test a target on: in another dtype than the stored one, host memory takes a disk's place."""
+    """The store to test a target on: in another dtype than the stored one, host memory stands in for a disk."""
     if section.kind == "disk" and not target.index.converts_to(target.dtype):
         return section.model_copy(update={"kind": "host"})
     return section
@@ -174,7 +174,7 @@ def store_for(section: StoreSection, target: Target) -> StoreSection:
 
 def gate_prompts(recipe: Recipe, *, everything: bool = False) -> list[Prompt]:
     """`eval.prompts` prompts, the tuning prompts and each of the bench's workloads in turn; or all there are."""
-    limit = None if everything else recipe.eval.prompts  # of a large hub set, no more rows than are taken
+    limit = None if everything else recipe.eval.prompts  # of a large hub set, no more rows than are used
     sources = [load_prompts(source, limit) for source in dict.fromkeys(("tune", *recipe.bench.workloads))]
     turns = [prompt for round_ in itertools.zip_longest(*sources) for prompt in round_ if prompt is not None]
     return turns if everything else turns[: recipe.eval.prompts]

@@ -56,7 +56,7 @@ class RunPlan:
         assert len(set(labels)) == len(labels), labels
 
     def settings(self, **more: Any) -> dict[str, Any]:
-        """What a run is told by: what was decoded and how, and `more` of what decoded it."""
+        """What tells a run from others: what was decoded and how, and `more` about the decoder."""
         return {
             "prompts": [job.id for job in self.jobs],
             "methods": [dataclasses.asdict(method) for method in self.methods],

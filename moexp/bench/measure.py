@@ -41,7 +41,7 @@ def measure_on(
     engines: Callable[[ExpertStore], Callable[[Method], PromptEngine]] | None = None,
     store: Callable[[], ExpertStore] | None = None,
 ) -> None:
-    """Decodes all jobs by all methods on a platform into `folder`, unless they are there already.
+    """Decodes all jobs by all methods on a platform into `folder`, unless it holds them already.
 
     Args:
         setup: its target is padded, where the platform wants that.
@@ -51,16 +51,7 @@ def measure_on(
         engines: gives each method its engine over the platform's store; by default one for all.
         store: gives an open one of the platform's kind; by default one is opened and closed here.
     """
-    settings = setup.settings(
-        plan,
-        platform.tag,
-        draft_experts=setup.draft_hash,
-        batch=plan.batch,
-        ratio={"value": platform.ratio.value, "of": platform.ratio.of} if platform.ratio else None,
-        minutes=minutes,
-        **({} if plan.slice_s is None else {"slice_s": plan.slice_s}),
-    )
-    done = begin_run(folder, settings)
+    done = begin_run(folder, _settings(setup, platform, plan, minutes))
     if plan.is_complete(done):
         return
     add_provenance(folder, plan.sampling.seed)
@@ -97,6 +88,18 @@ def measure_on(
             fit=fit if minutes is not None and settled is None else None,
             **hooks,
         )
+
+
+def _settings(setup: Setup, platform: Platform, plan: RunPlan, minutes: float | None) -> dict[str, Any]:
+    return setup.settings(
+        plan,
+        platform.tag,
+        draft_experts=setup.draft_hash,
+        batch=plan.batch,
+        ratio={"value": platform.ratio.value, "of": platform.ratio.kind} if platform.ratio else None,
+        minutes=minutes,
+        **({} if plan.slice_s is None else {"slice_s": plan.slice_s}),
+    )
 
 
 def recording_info(

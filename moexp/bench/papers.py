@@ -25,14 +25,14 @@ def run_bench(
 
     Args:
         recipe: names target, draft experts, decoding and platforms.
-        tables: numbers; None: all that there are.
+        tables: numbers; None: all.
         figure: measure what it needs and write it alone, in place of tables.
         paper: whose tables.
         out: folder of the raw records, in place of one under $MOEXP_HOME.
         results: tables and figures go to `results/<recipe>/<paper>`.
 
     Returns:
-        the files of the tables asked for, and of the figures.
+        the files of these tables, and of the figures.
 
     Raises:
         MoexpError: an unknown paper, table, figure or platform, or an earlier stage is missing.
@@ -57,39 +57,28 @@ def run_bench(
     return write_results(recipe, paper, folder, results, numbers, figure)
 
 
-def parse_asked(table: str | None, figure: str | None, paper: str) -> tuple[tuple[int, ...] | None, str | None]:
-    """What `--table` and `--figure` ask for: numbers of tables, or one figure; by default all tables.
+def parse_request(table: str | None, figure: str | None, paper: str) -> tuple[tuple[int, ...] | None, str | None]:
+    """What `--table` (a number, or `all`) and `--figure` name: tables, or one figure; by default all tables.
 
     Raises:
         MoexpError: both are given, or one names what is not measured here; an unknown paper.
     """
     load_paper(paper)
-    if figure is None:
-        return parse_tables(table or "all", paper), None
-    if table is not None:
-        raise MoexpError("--table and --figure exclude each other", valid="one of the two")
-    check_figure(figure, paper)
-    return None, figure
-
-
-def parse_tables(text: str, paper: str = "draftexpert") -> tuple[int, ...]:
-    """The tables that `--table` names: a number, or `all`.
-
-    Raises:
-        MoexpError: neither, or a table that is not measured here; an unknown paper.
-    """
-    load_paper(paper)
-    if text == "all":
-        return TABLES[paper]
-    numbers = (int(text),) if text.isdecimal() else ()
-    if not numbers:
-        raise MoexpError(f"no table {text!r} to measure", where="--table", valid=_valid(paper))
-    check_tables(numbers, paper)
-    return numbers
+    if figure is not None:
+        if table is not None:
+            raise MoexpError("--table and --figure exclude each other", valid="one of the two")
+        check_figure(figure, paper)
+        return None, figure
+    if table in (None, "all"):
+        return TABLES[paper], None
+    if not table.isdecimal():
+        raise MoexpError(f"no table {table!r} to measure", where="--table", valid=_valid(paper))
+    check_tables((int(table),), paper)
+    return (int(table),), None
 
 
 def check_tables(tables: Collection[int], paper: str, where: str = "--table") -> None:
-    """MoexpError, naming the place `where` they were asked for, unless these tables are measured here."""
+    """MoexpError, naming the option `where` they stand, unless these tables are measured here."""
     for number in tables:
         if number not in TABLES[paper]:
             raise MoexpError(f"no table {number} to measure", where=where, valid=_valid(paper))

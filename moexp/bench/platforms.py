@@ -43,16 +43,16 @@ class LoadRatio:
 
     Attributes:
         value: L/x, or what the step takes over c, less 1.
-        of: which of the two: "exposed" or "added".
+        kind: which of the two: "exposed" or "added".
     """
 
     value: float
     derivation: str
-    of: Literal["exposed", "added"]
+    kind: Literal["exposed", "added"]
 
     def load_s(self, compute_s: float, exposed_s: float) -> float:
         """L here, from c and x."""
-        return self.value * exposed_s if self.of == "exposed" else (1 + self.value) * compute_s - exposed_s
+        return self.value * exposed_s if self.kind == "exposed" else (1 + self.value) * compute_s - exposed_s
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def probe(platform: Platform, target: Target, base: StoreSection, job: Job, *, c
     spec, index = target.spec, target.index
     expert_bytes = index.expert_bytes * target.dtype.itemsize // index.dtype.itemsize
     moved_bytes = stored_bytes(index) if platform.kind == "disk" else expert_bytes
-    found: dict[str, Any] = {
+    probed: dict[str, Any] = {
         "platform": platform.name,
         "expert_bytes": expert_bytes,
         "experts_per_token": spec.experts_per_token,
@@ -176,25 +176,25 @@ def probe(platform: Platform, target: Target, base: StoreSection, job: Job, *, c
     wanted = compute or platform.paced
     fits = wanted and 2 * expert_bytes * spec.num_layer_experts < _available_bytes()
     if fits:
-        found["compute_s"] = measure_compute(target, job)
+        probed["compute_s"] = measure_compute(target, job)
     if platform.kind == "disk":
-        # Samples are taken while the methods run (`sample_bandwidth`): a disk's speed drifts as theirs does.
-        found |= {"read_bytes": moved_bytes // READ_SPLITS, "threads": base.io_threads, "bandwidth_bytes_s": []}
+        # Samples are taken while the methods run (`sample_bandwidth`): a disk's speed drifts as the methods' does.
+        probed |= {"read_bytes": moved_bytes // READ_SPLITS, "threads": base.io_threads, "bandwidth_bytes_s": []}
     if platform.ratio is not None:
         if not fits:
             raise MoexpError(
                 "the experts do not fit in memory twice", where=platform.name, valid="a platform that is not paced"
             )
-        exposed_s = measure_exposed(platform, target, base, job, found["compute_s"], found["ar_bytes_per_token"])
-        load_s = platform.ratio.load_s(found["compute_s"], exposed_s)
-        found |= {
+        exposed_s = measure_exposed(platform, target, base, job, probed["compute_s"], probed["ar_bytes_per_token"])
+        load_s = platform.ratio.load_s(probed["compute_s"], exposed_s)
+        probed |= {
             "ratio": platform.ratio.value,
             "derivation": platform.ratio.derivation,
             "exposed_s": exposed_s,
             "load_s": load_s,
-            "bandwidth_bytes_s": [found["ar_bytes_per_token"] / load_s],
+            "bandwidth_bytes_s": [probed["ar_bytes_per_token"] / load_s],
         }
-    return found
+    return probed
 
 
 def sample_bandwidth(target: Target, probed: dict[str, Any], seed: int) -> float:

@@ -1,8 +1,8 @@
 """What the machine gives beside a run: short steps, and bursts of transfers, through its own store between requests.
 
 Memory, disk and processor drift within minutes, so constants that a run is to be predicted by must come from beside it.
-Probes decode text of their own. Of a step, the parts that compute are kept apart from the waiting: what is predicted
-from them (`moexp.sim.prices`) takes the computing only, and the link from the bursts.
+Probes decode text of their own. Of a step, the parts that compute are measured apart from the waiting: predictions
+from them (`moexp.sim.prices`) take the computing only, and the link from the bursts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moexp.target.draft_expert import DraftExperts
 from moexp.target.load import Target
 
 SHARE, BURST_SHARE = 0.03, 0.015
-"""Of a run's time, what probes of steps may take once each kind was taken, and what bursts may."""
+"""Of a run's time, what probes of steps may take once each kind was probed, and what bursts may."""
 QUICK_S = 1.0
 DRAFTED = 3  # experts of the draft step that shows what an expert costs
 ROWS = 5  # of the verification: the papers' K = 4 and the pending token
@@ -75,31 +75,34 @@ class RunProbe:
     def __exit__(self, *error: object) -> None:
         self._file.close()
 
-    def __call__(self, place: int) -> None:
-        """Takes the probes whose turn it is, as many as there is time for: each kind at first, then a share. A disk
-        changes faster than all else, and a burst takes little.
+    def __call__(self, complete: int) -> None:
+        """Takes the probes whose turn it is, as many as time allows: each kind at first, then a share. A disk changes
+        faster than all else, and a burst takes little.
+
+        Args:
+            complete: requests of the run that are.
         """
         if self._sizes and self._affordable(BURST, self._burst_cost_s, BURST_SHARE):
-            self._burst_cost_s += self._take(place, BURST, self._burst)
+            self._burst_cost_s += self._take(complete, BURST, self._burst)
         kinds = list(self._steps)
         for _ in kinds:
             kind = kinds[self._next % len(kinds)]
             if not self._affordable(kind, self._cost_s, SHARE):
                 return
             self._next += 1
-            self._cost_s += self._take(place, kind, partial(self._step, kind))
+            self._cost_s += self._take(complete, kind, partial(self._step, kind))
 
     def _affordable(self, kind: str, cost_s: float, share: float) -> bool:
         took_s = self._taken.get(kind)
         return took_s is None or cost_s + took_s <= share * (time.perf_counter() - self._begin_s)
 
-    def _take(self, place: int, kind: str, take: Callable[[], dict[str, float]]) -> float:
+    def _take(self, complete: int, kind: str, take: Callable[[], dict[str, float]]) -> float:
         begin_s = time.perf_counter()
         parts = take()
         if kind not in self._taken and time.perf_counter() - begin_s < QUICK_S:
             parts = take()  # the very first touches memory for the first time, which a long step does not notice
         self._taken[kind] = took_s = time.perf_counter() - begin_s
-        self._file.write(ProbeRecord(place, kind, took_s, parts))
+        self._file.write(ProbeRecord(complete, kind, took_s, parts))
         return took_s
 
     def _step(self, kind: str) -> dict[str, float]:
@@ -114,7 +117,7 @@ class RunProbe:
         return {str(size): min(self._ask(size), self._ask(size)) for size in self._sizes}
 
     def _ask(self, size: int) -> float:
-        """Seconds until so many experts of a layer are there, which nobody has asked for."""
+        """Seconds until so many experts of a layer, which no request has demanded, are in memory."""
         store, spec = self._engine.store, self._engine.spec
         layer = self._random.choice(list(spec.moe_layers))
         keys = [(layer, expert) for expert in self._random.sample(range(spec.num_experts), size)]

@@ -74,7 +74,7 @@ def run_quantised(recipe: Recipe, *, out: Path | None = None, results: Path = Pa
 
 
 def open_precisions(recipe: Recipe, *, padded: bool) -> dict[str, Target]:
-    """The target as stored and in its quantised packs, which are made where they are missing."""
+    """The target as stored and in its quantised packs, which are written where they are missing."""
     source = find_target(recipe, padded=padded)
     folders = {STORED: source}
     for quant in PRECISIONS[1:]:
@@ -107,7 +107,7 @@ def held_out_loss(target: Target, rows: Sequence[Sequence[int]]) -> tuple[float,
 
 
 def held_out_rows(recipe: Recipe, target: Target) -> list[list[int]]:
-    """Text that the target was not made on: what a carved target's own loss is measured on, else the prompts."""
+    """Text that the target was not trained on: what a carved target's own loss is measured on, else the prompts."""
     section = recipe.target.corpus
     if recipe.target.kind == "carved" and section.source == "shipped":
         model: Any = None  # nothing is written

@@ -129,7 +129,7 @@ def digest_of(recipes: Sequence[Recipe]) -> str:
     for recipe in recipes:
         digest.update(repr(method_of(recipe.decode)).encode())
         for kind, folder in parts_of(recipe).items():
-            if kind == "head" and recipe.paths.head is not None:  # as large as the target, where it is in there
+            if kind == "head" and recipe.paths.head is not None:  # as large as the target, where it lies in its folder
                 digest.update(f"{recipe.name} {kind} {head_fingerprint(recipe)}".encode())
                 continue
             for file in sorted(folder.glob("*.safetensors")):

@@ -107,17 +107,17 @@ def estimate(cycles: Iterable[Cycle], setting: Setting, costs: Costs) -> float:
     tokens, seconds = 0, 0.0
     for cycle in cycles:
         truncation = Truncation("confidence-expansion", setting.tau, setting.budget)
-        steps = kept = 0
+        steps = retained = 0
         offered = min(setting.max_draft, len(cycle.confidences))
         while steps < offered:
             steps += 1
             if not truncation.offer(cycle.confidences[steps - 1], cycle.predicted[steps - 1].ravel().tolist()):
                 break
-            kept += 1
+            retained += 1
         announced = (ids_Lk[:, : setting.prefetch_top].ravel().tolist() for ids_Lk in cycle.predicted[:steps])
         early = frozenset().union(*cycle.drafted[:steps], *announced)
-        late = frozenset().union(*cycle.verified[: kept + 1]) - early
-        tokens += min(cycle.accepted, kept) + 1
+        late = frozenset().union(*cycle.verified[: retained + 1]) - early
+        tokens += min(cycle.accepted, retained) + 1
         seconds += max(steps * costs.draft_s, len(early) * costs.load_s)
         seconds += max(costs.verify_s, len(late) * costs.load_s)
     return tokens / seconds if seconds else 0.0

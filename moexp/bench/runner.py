@@ -45,7 +45,7 @@ def run_methods(
         engine: with the platform's store; or a function that gives each method its own, over the same store.
         done: pairs (request, method) to skip, as `begin_run` gives them.
         recorder: given what every request asks of the store; not for batches.
-        fit: says how many new tokens a prompt gets in place of the plan's.
+        fit: says how many new tokens a prompt gets instead of the plan's.
         after_prompt: called whenever the methods are through with a prompt (or a batch of them).
         between: called before each request (or batch, or turn) and after the last, with the number of complete ones.
     """
@@ -89,7 +89,7 @@ def run_methods(
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a method made of a prompt, or of a batch of them. `passes`: None where the recorder still holds them."""
+    """A method's answer to a prompt, or to a batch of them. `passes`: None where the recorder still holds them."""
 
     method: Method
     steps: list[StepRecord]

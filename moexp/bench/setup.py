@@ -65,7 +65,7 @@ class Setup:
         return replace(RunPlan(jobs, methods, sampling, max_new_tokens, self.target.stop_ids), **options)
 
     def settings(self, plan: RunPlan, tag: str, **more: Any) -> dict[str, Any]:
-        """What a run of the plan is told by."""
+        """What tells a run of the plan from others."""
         return plan.settings(
             tag=tag,
             target=self.target.fingerprint,
@@ -77,7 +77,7 @@ class Setup:
 
     @property
     def draft_hash(self) -> str | None:
-        """Which draft experts these are: sixteen hex digits over their weights; None where there are none."""
+        """Which draft experts these are: sixteen hex digits over their weights; None without any."""
         return None if self.experts is None else weights_hash(draft_folder(self.recipe))
 
 

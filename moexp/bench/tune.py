@@ -42,7 +42,7 @@ LINK_SAMPLES = 5
 
 @dataclass(frozen=True)
 class Tuned:
-    """What `moexp tune` found: the setting, its measured speedup over AR, and the file with the whole sweep."""
+    """What `moexp tune` chose: the setting, its measured speedup over AR, and the file with the whole sweep."""
 
     setting: Setting
     speedup: float | None

@@ -66,9 +66,9 @@ def bench(
     out: OutOption = None,
 ) -> None:
     """Measure the tables of a paper, or one of its figures; what is measured already is kept."""
-    from moexp.bench.papers import parse_asked, run_bench
+    from moexp.bench.papers import parse_request, run_bench
 
-    numbers, name = parse_asked(table, figure, paper)
+    numbers, name = parse_request(table, figure, paper)
     files = run_bench(load(recipe, changes), numbers, figure=name, paper=paper, out=out)
     say_files(files, show=numbers is not None and len(numbers) == 1)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from moexp.base import atomic
 from moexp.tables.core.provenance import provenance_text
-from moexp.tables.core.table import Row, View, text, to_csv, view_text
+from moexp.tables.core.table import Columns, Row, shown, text, to_csv, view_of, view_text
 
 LABELS = {
     "moexp": "moexp, disk store",
@@ -61,19 +61,15 @@ def row_of(raw: Mapping[str, Any], engine: str) -> Row:
 
 def markdown(raw: Mapping[str, Any], rows: Sequence[Row], provenance: Mapping[str, Any]) -> str:
     """The table for reading."""
-    header = ["engine", "tokens/s", "MB read a token", "GB/s", "moexp is", "goal", "same tokens"]
-    shown = [
-        [
-            LABELS[str(row["engine"])],
-            f"{text(row['tokens_per_s'])} ({text(row['tokens_per_s_lo'])}..{text(row['tokens_per_s_hi'])})",
-            text(float(row["bytes_per_token"] or 0) / 1e6, 0),
-            text(float(row["bytes_per_s"] or 0) / 1e9),
-            f"{text(row['moexp_ratio'])}x" if row.get("moexp_ratio") else "",
-            f"{GOALS[str(row['engine'])]:g}x" if row["engine"] in GOALS else "",
-            text(row.get("same_tokens")),
-        ]
-        for row in rows
-    ]
+    columns: Columns = {
+        "engine": lambda row: LABELS[str(row["engine"])],
+        "tokens/s": shown("tokens_per_s", ends=True),
+        "MB read a token": shown("bytes_per_token", 0, factor=1e-6),
+        "GB/s": shown("bytes_per_s", factor=1e-9),
+        "moexp is": lambda row: f"{text(row['moexp_ratio'])}x" if row.get("moexp_ratio") else "",
+        "goal": lambda row: f"{GOALS[str(row['engine'])]:g}x" if row["engine"] in GOALS else "",
+        "same tokens": "same_tokens",
+    }
     first = rows[0]
     parts = [
         "# Peers: AR decoding with cold experts",
@@ -81,7 +77,7 @@ def markdown(raw: Mapping[str, Any], rows: Sequence[Row], provenance: Mapping[st
         f"{raw['expert_bytes'] / 1e6:.2f} MB a token, {raw['needed_bytes'] / 1e6:.0f} MB in all; {first['prompts']} "
         f"prompts, {int(first['tokens'] or 0) // int(first['prompts'] or 1)} tokens each, {raw['threads']} threads; "
         "one engine after the other for each prompt, in changing order.",
-        view_text(View("decoding, median (lowest..highest) of the prompts (measured)", header, shown)),
+        view_text(view_of("decoding, median (lowest..highest) of the prompts (measured)", rows, columns)),
         "Before each token, pages of routed experts are given back to the system, from the peers' mappings and from "
         f"the page cache, so that they come from the disk as moexp's do ({raw['io_threads']} threads, O_DIRECT). "
         "Prefill and that are not timed. Bytes are what the system counts for the process; accelerate loads all "

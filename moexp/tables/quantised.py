@@ -10,8 +10,9 @@ from moexp.base import atomic
 from moexp.tables.core.provenance import provenance_text
 from moexp.tables.core.rows import Bootstrapped, sameness, throughput, with_ends
 from moexp.tables.core.run import Measured
-from moexp.tables.core.table import Row, View, text, text_of, to_csv, view_text
+from moexp.tables.core.table import Columns, Row, shown, to_csv, view_of, view_text
 
+SPEEDS = {"tokens/s": "tokens_per_s", "speedup": "speedup", "alpha": "alpha"}
 MEASURED_COLUMNS = with_ends("tokens_per_s", "speedup", "alpha", "bytes_per_token")
 COLUMNS = ["target", "platform", "precision", "method", "tag", "prompts", "identical", *MEASURED_COLUMNS]
 COLUMNS += ["held_out_nats", "held_out_tokens"]
@@ -66,22 +67,18 @@ def _rows(
 
 
 def _markdown(target: str, runs: Sequence[Measured], rows: Sequence[Row]) -> str:
-    header = ["experts", "method", "MB/token", "tokens/s", "speedup", "alpha", "tokens of AR", "held-out nats"]
+    columns: Columns = {
+        "experts": "precision",
+        "method": "method",
+        "MB/token": shown("bytes_per_token", 1, factor=1e-6),
+        **{name: shown(column, ends=True) for name, column in SPEEDS.items()},
+        "tokens of AR": "identical",
+        "held-out nats": shown("held_out_nats", 3),
+    }
     parts = [f"# Quantised experts of `{target}`"]
     for run in runs:
-        shown = [
-            [
-                str(row["precision"]),
-                str(row["method"]),
-                text(float(row["bytes_per_token"] or 0) / 1e6, 1),
-                *(text_of(row, name) for name in ("tokens_per_s", "speedup", "alpha")),
-                str(row["identical"]),
-                text(row["held_out_nats"], 3),
-            ]
-            for row in rows
-            if row["platform"] == run.name
-        ]
-        parts.append(view_text(View(f"{run.name} ({run.tag})", header, shown)))
+        of_run = [row for row in rows if row["platform"] == run.name]
+        parts.append(view_text(view_of(f"{run.name} ({run.tag})", of_run, columns)))
     invocations = [invocation for run in runs for invocation in run.provenance]
     threads = runs[-1].settings.get("threads") if runs else None
     parts += [

@@ -9,7 +9,7 @@ from typing import Any
 
 from moexp.base import atomic
 from moexp.tables.core.provenance import provenance_text
-from moexp.tables.core.table import Row, View, text, to_csv, view_text
+from moexp.tables.core.table import Columns, Row, shown, to_csv, view_of, view_text
 
 GOAL_RSS_GIB, GOAL_SHARE = 6.0, 0.8
 
@@ -49,20 +49,11 @@ def _row(figures: dict[str, Any], name: str) -> Row:
 
 
 def _markdown(figures: dict[str, Any], rows: Sequence[Row], provenance: dict[str, Any]) -> str:
-    header = ["method", "tokens/s", "alpha", "GB/token", "bound, tokens/s", "share of bound", "stall", "bits of AR"]
-    shown = [
-        [
-            str(row["method"]),
-            text(row["tokens_per_s"]),
-            text(row["alpha"]),
-            text(float(row["bytes_per_token"] or 0) / 1e9),
-            text(row["bound_tokens_per_s"]),
-            text(row["share_of_bound"]),
-            text(row["stall_share"]),
-            str(row["bit_exact"]),
-        ]
-        for row in rows
-    ]
+    columns: Columns = {
+        "method": "method", "tokens/s": "tokens_per_s", "alpha": "alpha",
+        "GB/token": shown("bytes_per_token", factor=1e-9), "bound, tokens/s": "bound_tokens_per_s",
+        "share of bound": "share_of_bound", "stall": "stall_share", "bits of AR": "bit_exact",
+    }  # fmt: skip
     gib = 2**30
     samples = [sample / 1e9 for one in figures["methods"].values() for sample in one["disk_bytes_s"]]
     parts = [
@@ -71,7 +62,7 @@ def _markdown(figures: dict[str, Any], rows: Sequence[Row], provenance: dict[str
         f"{figures['experts']} routed experts of {figures['expert_bytes'] / 1e6:.2f} MB, "
         f"{figures['experts_per_token']} a token, "
         f"all read cold from disk; {figures['resident_bytes'] / gib:.2f} GiB of other weights in memory.",
-        view_text(View("experts on disk (measured)", header, shown)),
+        view_text(view_of("experts on disk (measured)", rows, columns)),
         f"Peak memory of the decoding process: {figures['peak_rss_bytes'] / gib:.2f} GiB (goal: at most "
         f"{GOAL_RSS_GIB:g}); after loading: {figures['loaded_rss_bytes'] / gib:.2f} GiB. Goal for AR's share of the "
         f"bound: {GOAL_SHARE:g}.",

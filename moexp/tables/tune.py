@@ -11,7 +11,7 @@ from moexp.base import atomic
 from moexp.tables.core.provenance import provenance_text
 from moexp.tables.core.rows import Bootstrapped, throughput, with_ends
 from moexp.tables.core.run import ArmRecords
-from moexp.tables.core.table import Row, View, text, text_of, to_csv, view_text
+from moexp.tables.core.table import Columns, Row, shown, to_csv, view_of, view_text
 from moexp.tables.core.tags import SIMULATED
 
 if TYPE_CHECKING:
@@ -83,19 +83,14 @@ def write_sweep(path: Path, sweep: Sweep) -> list[Row]:
 
 
 def _markdown(sweep: Sweep, rows: Sequence[Row]) -> str:
-    names = ["method", "max_draft", "tau", "budget", "prefetch_top", "prompts"]
-    shown = [
-        [
-            *(text(row.get(name)) for name in names),
-            *(text_of(row, name) for name in ("tokens_per_s", "speedup", "alpha")),
-            "chosen" if row["chosen"] else "",
-        ]
-        for row in rows
-    ]
-    header = ["method", "K", "tau", "B", "top", "prompts", "tokens/s", "speedup", "alpha", ""]
+    columns: Columns = {
+        "method": "method", "K": "max_draft", "tau": "tau", "B": "budget", "top": "prefetch_top", "prompts": "prompts",
+        "tokens/s": shown("tokens_per_s", ends=True), "speedup": shown("speedup", ends=True),
+        "alpha": shown("alpha", ends=True), "": lambda row: "chosen" if row["chosen"] else "",
+    }  # fmt: skip
     parts = [
         f"# Tuning of `{sweep.keys['target']}`",
-        view_text(View(f"{sweep.keys['platform']} ({rows[0]['tag']})", header, shown)),
+        view_text(view_of(f"{sweep.keys['platform']} ({rows[0]['tag']})", rows, columns)),
         f"The best of {len(sweep.guesses)} settings by a simulation from recorded drafts (`tune.csv` has it in full), "
         "measured on prompts of their own by successive halving; `chosen` is the fastest of those that saw every "
         "prompt.",

@@ -61,7 +61,7 @@ class Moexp:
         return int(self._logits(token).argmax())
 
     def chill(self) -> None:
-        pass  # the store kept nothing, and its reads left nothing in the page cache
+        pass  # the store keeps nothing, and its reads left nothing in the page cache
 
 
 class Accelerate:
@@ -73,19 +73,23 @@ class Accelerate:
 
         torch.set_num_threads(threads)
         config = AutoConfig.from_pretrained(model)
-        places: dict[str, str] = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
-        places["lm_head"] = "cpu"
+        device_map: dict[str, str] = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+        device_map["lm_head"] = "cpu"
         for layer in range(config.num_hidden_layers):
             name = f"model.layers.{layer}"
             if layer < config.first_k_dense_replace:
-                places[name] = "cpu"
+                device_map[name] = "cpu"
                 continue
             for part in ("self_attn", "input_layernorm", "post_attention_layernorm"):
-                places[f"{name}.{part}"] = "cpu"
-            places |= {f"{name}.mlp.gate": "cpu", f"{name}.mlp.shared_experts": "cpu", f"{name}.mlp.experts": "disk"}
+                device_map[f"{name}.{part}"] = "cpu"
+            device_map |= {
+                f"{name}.mlp.gate": "cpu",
+                f"{name}.mlp.shared_experts": "cpu",
+                f"{name}.mlp.experts": "disk",
+            }
         self.torch = torch
         self.model = AutoModelForCausalLM.from_pretrained(
-            model, dtype="auto", device_map=places, offload_folder=offload
+            model, dtype="auto", device_map=device_map, offload_folder=offload
         ).eval()
         self.files = [file for folder in (model, offload) for file in Path(folder).rglob("*") if file.is_file()]
         self.cache: Any = None
@@ -164,13 +168,13 @@ def forget(file: Path, ranges: Iterable[tuple[int, int]] = ()) -> None:
 
 def _mappings(file: Path) -> list[tuple[int, int, int]]:
     """(start, stop, offset in the file) of this process' mappings of a file."""
-    found = []
+    mappings = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split(maxsplit=5)
         if len(fields) == 6 and fields[5] == str(file.resolve()):
-            start, stop = (int(place, 16) for place in fields[0].split("-"))
-            found.append((start, stop, int(fields[2], 16)))
-    return found
+            start, stop = (int(address, 16) for address in fields[0].split("-"))
+            mappings.append((start, stop, int(fields[2], 16)))
+    return mappings
 
 
 def read_bytes() -> int:
@@ -184,14 +188,14 @@ def read_bytes() -> int:
 def answer(engine: Engine, ids: Sequence[int], tokens: int) -> dict[str, Any]:
     """Decodes `tokens` tokens after a prompt."""
     engine.start(ids[:-1])
-    found, seconds, read = [ids[-1]], [], []
+    decoded, seconds, read = [ids[-1]], [], []
     for _ in range(tokens):
         engine.chill()
         before, begin_s = read_bytes(), time.perf_counter()
-        found.append(engine.step(found[-1]))
+        decoded.append(engine.step(decoded[-1]))
         seconds.append(time.perf_counter() - begin_s)
         read.append(read_bytes() - before)
-    return {"ids": found[1:], "seconds": seconds, "read_bytes": read}
+    return {"ids": decoded[1:], "seconds": seconds, "read_bytes": read}
 
 
 ENGINES: dict[str, Callable[..., Engine]] = {"moexp": Moexp, "accelerate": Accelerate, "llama.cpp": LlamaCpp}

@@ -30,7 +30,7 @@ _FP32 = ("norm.weight", "ffn_gate_inp.weight", "exp_probs_b.bias")  # as llama.c
 
 
 def write_gguf(folder: Path, file: Path, advance: Callable[[int], None] = lambda layers: None) -> None:
-    """Writes the checkpoint in `folder` to `file`, unless that is there.
+    """Writes the checkpoint in `folder` to `file`, unless that exists.
 
     Args:
         advance: called with the number of MoE layers converted.

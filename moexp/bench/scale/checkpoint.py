@@ -62,7 +62,7 @@ def write_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     advance: Callable[[int], None] = lambda done: None,
 ) -> Path:
-    """Writes the checkpoint; `folder/config.json` comes last, so that a folder without one is not whole.
+    """Writes the checkpoint; `folder/config.json` comes last, so that a folder without one is not complete.
 
     Args:
         geometry: config values, as `V2_LITE`.

@@ -2,7 +2,7 @@
 
     python -m moexp.bench.scale.run --folder /data/scale
 
-writes about 31 GB of random weights (kept for the next run with --keep), decodes by AR and by speculation (shared +
+writes about 31 GB of random weights (left for the next run with --keep), decodes by AR and by speculation (shared +
 top-1 drafts) in a fresh process, and writes `results/scale/scale.csv`, `.md` and `.json` (raw): peak memory, tokens a
 second, and AR's share of the disk bound, that is of what the disk gives to reads of the same size and concurrency in
 the same run.
@@ -71,7 +71,7 @@ def run(
     keep: bool = False,
     argv: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Writes the checkpoint to `folder` unless it is there, decodes, and writes the results; returns the figures.
+    """Writes the checkpoint to `folder` unless that holds it, decodes, and writes the results; returns the figures.
 
     Args:
         results: folder of `scale.csv`, `scale.md` and `scale.json`.
@@ -94,13 +94,13 @@ def run(
         if not (folder / "config.json").exists():
             with stage("Write the checkpoint", needed >> 20) as advance, atomic.writing(folder):
                 write_checkpoint(folder, geometry, seed=seed, advance=lambda done: advance(done >> 20))
-        found = _decode_apart(folder, tokens, threads)
+        figures = _decode_apart(folder, tokens, threads)
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
-    found["checkpoint_bytes"] = needed
-    write_scale(results, found, provenance)
-    return found
+    figures["checkpoint_bytes"] = needed
+    write_scale(results, figures, provenance)
+    return figures
 
 
 def claim(folder: Path, plan: dict[str, Any], needed: int) -> None:
@@ -255,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         from moexp.bench.scale.checkpoint import V2_LITE
 
-        found = run(
+        figures = run(
             options.folder,
             options.results,
             geometry=TINY if options.tiny else V2_LITE,
@@ -269,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"scale: error: {error}", file=sys.stderr)
         return 2
     print((options.results / "scale.md").read_text())
-    return 0 if all(one["bit_exact"] for one in found["methods"].values()) else 1
+    return 0 if all(one["bit_exact"] for one in figures["methods"].values()) else 1
 
 
 if __name__ == "__main__":
