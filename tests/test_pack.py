@@ -23,9 +23,10 @@ from moexp.runtime.engine.engine import AR, Block, Engine
 from moexp.runtime.store import pack_writer as packing
 from moexp.runtime.store.dequantize import dequantize_into
 from moexp.runtime.store.host import load_experts
+from moexp.runtime.store.opening import open_store
 from moexp.runtime.store.pacing import Pacer
 from moexp.runtime.store.pack_writer import pack_checkpoint
-from moexp.runtime.store.store import open_store
+from moexp.runtime.store.transfer import StoreOptions
 from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.experts import ExpertIndex, ExpertWeights
 from moexp.target.load import checkpoint_fingerprint, drafters_identity, load_target, target_identity
@@ -69,7 +70,7 @@ def served(folder: Path, kind: str, **options) -> dict:
     """Every expert as a store serves it."""
     index = read_index(folder)
     found = {}
-    with open_store(index, kind, **options) as store:
+    with open_store(index, kind, options=StoreOptions(**options)) as store:
         ticket = store.request(index.keys, "ar")
         for key, weights in store.arrivals(ticket):
             found[key] = ExpertWeights(weights.gate_up.clone(), weights.down.clone())
@@ -130,7 +131,7 @@ def test_records_are_whole_pages_and_as_small_as_the_format_is(source: Path, pac
 def test_speculation_on_a_pack_gives_the_bits_of_its_ar(packed, quant: str, kind: str):
     target = load_target(packed[quant])
     digests = []
-    with open_store(target.index, kind, poison=True) as store:
+    with open_store(target.index, kind, options=StoreOptions(poison=True)) as store:
         engine = Engine(target, store, prefill_rows=32)
         spec = Method(drafter="top-r", r=1, max_draft=3, policy="fixed", prefetch=True)
         for method in (Method(), spec):
@@ -196,7 +197,7 @@ def test_experts_that_are_decoded_or_biased_are_packed_as_they_are_served(case: 
     pack = load_target(tmp_path / "packed")
     assert pack.index.biased == source.index.biased == (case.family == "gpt_oss")
     for target in (source, pack):
-        with open_store(target.index, "disk", dtype=target.dtype, poison=True) as store:
+        with open_store(target.index, "disk", dtype=target.dtype, options=StoreOptions(poison=True)) as store:
             digest = LogitsDigest()
             decode_all(Engine(target, store), [5, 6, 7, 8], Method(), Sampling(), max_new_tokens=4, on_cycle=digest)
             digests.append(digest.rows)

@@ -28,7 +28,7 @@ from moexp.learn.trace.statistics import expert_load, union_growth
 from moexp.learn.trace.trace import by_gate_then_id, limited, shards_of, trace_routing
 from moexp.metrics import uniform_union
 from moexp.runtime.engine.engine import AR, Block, Engine
-from moexp.runtime.store.store import open_store
+from moexp.runtime.store.opening import open_store
 from moexp.target.load import load_target, target_identity
 from tests.tiny_models import tiny_folder
 

@@ -24,8 +24,8 @@ from moexp.papers import load_paper
 from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.opening import opened_store
-from moexp.runtime.store.direct_io import probe_bandwidth
-from moexp.runtime.store.store import READ_SPLITS
+from moexp.runtime.store.bandwidth import probe_bandwidth
+from moexp.runtime.store.opening import READ_SPLITS
 from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.load import Target
 from moexp.target.pack_format import stored_bytes
