@@ -64,13 +64,14 @@ def opened(target: Target, policy: str, capacity: int | None, link: LinkModel = 
     """A store in which nothing depends on time: over `FAST`, a transfer has landed when it has started."""
     source = FileSource(target.index, open_shards(target.index.files))
     moved_bytes = round(fmean(source.plan(key).moved_bytes for key in target.index.keys))
+    transport: Any = InstantTransport(source) if link is FAST else LinkTransport(source, link, moved_bytes)
     return SlotStore(
         source,
         make_policy(policy, {}),
         dtype=target.dtype,
         expert_bytes=target.index.expert_bytes,
         budget_bytes=None if capacity is None else capacity * target.index.expert_bytes,
-        transport=InstantTransport(source) if link is FAST else LinkTransport(source, link, moved_bytes),
+        transport=transport,
     )
 
 

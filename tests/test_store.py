@@ -375,7 +375,7 @@ def test_interrupt_while_waiting():
     """Ctrl-C reaches a blocked `arrivals`, and the store can be used and closed after it."""
     source = MarkedSource()
     source.gate.clear()
-    pool = TransferPool(source, threads=1)
+    pool = TransferPool(source, StoreOptions(io_threads=1))
     pool.landed = SignallingQueue()
     with marked_store(source=source, transport=pool) as store:
         ticket = store.request([(1, 0)], "ar")
