@@ -30,7 +30,7 @@ from moexp.runtime.store.transfer import StoreOptions
 from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.experts import ExpertIndex, ExpertWeights
 from moexp.target.load import checkpoint_fingerprint, drafters_identity, load_target, target_identity
-from moexp.target.pack_format import ALIGN, MANIFEST, QUANTS, PackedIndex, read_index, stored_bytes, weight_sizes
+from moexp.target.pack_format import ALIGN, MANIFEST, QUANTS, PackedIndex, read_index, weight_sizes
 from moexp.target.pad import pad_experts
 from tests.family_files import CASES, Case, write_case
 from tests.tiny_models import tiny_folder, whole_model
@@ -76,7 +76,7 @@ def served(folder: Path, kind: str, **options) -> dict:
             found[key] = ExpertWeights(weights.gate_up.clone(), weights.down.clone())
         store.release(ticket)
         if kind != "resident":
-            assert store.counters.read_bytes == len(index.keys) * index.stored_bytes  # type: ignore[attr-defined]
+            assert store.counters.read_bytes == len(index.keys) * index.stored_bytes
     return found
 
 
@@ -190,9 +190,7 @@ CODED = [case for case in CASES if case.quantised or case.family == "gpt_oss"]
 def test_experts_that_are_decoded_or_biased_are_packed_as_they_are_served(case: Case, tmp_path: Path):
     folder, _ = write_case(tmp_path / "case", case)
     source, digests = load_target(folder), []
-    assert stored_bytes(source.index) == sum(
-        span.length for span in source.index.locations[source.index.keys[0]].ranges
-    )
+    assert source.index.stored_bytes == sum(span.length for span in source.index.locations[source.index.keys[0]].ranges)
     pack_checkpoint(folder, tmp_path / "packed", "none")
     pack = load_target(tmp_path / "packed")
     assert pack.index.biased == source.index.biased == (case.family == "gpt_oss")
@@ -220,7 +218,7 @@ def test_a_corrupt_record_is_named_when_it_is_first_read(packed, tmp_path: Path,
     folder = copied(packed, quant, tmp_path)
     index = read_index(folder)
     with open(index.files[1], "r+b") as file:
-        file.seek(3 * index.stored_bytes + 100)  # type: ignore[attr-defined]
+        file.seek(3 * index.stored_bytes + 100)
         file.write(b"\x55\xaa")
     for kind in ("disk", "host", "resident"):
         with pytest.raises(MoexpError, match="expert 3 is corrupt.*layer-002"):
