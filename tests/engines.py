@@ -14,7 +14,8 @@ from moexp.runtime.decoding.cycle import Cycle
 from moexp.runtime.engine.engine import Engine
 from moexp.runtime.store.counters import Phase
 from moexp.runtime.store.host import load_experts
-from moexp.runtime.store.store import ExpertStore, ResidentStore, Ticket, open_store
+from moexp.runtime.store.opening import open_store
+from moexp.runtime.store.store import ExpertStore, ResidentStore, Ticket
 from moexp.target.experts import ExpertKey, ExpertWeights
 from moexp.target.load import load_target
 

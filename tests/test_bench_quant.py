@@ -58,7 +58,7 @@ def test_every_precision_is_measured_with_its_bytes_speed_and_loss(recipe, tmp_p
     # AR on a cold disk reads every expert that it uses: a record each, in the packs.
     (q4,) = [row for row in rows if (row["platform"], row["precision"], row["method"]) == ("local-disk", "Q4_0", "ar")]
     target = open_precisions(recipe, padded=True)["q4_0"]
-    assert float(q4["bytes_per_token"]) == target.spec.experts_per_token * target.index.stored_bytes  # type: ignore[attr-defined]
+    assert float(q4["bytes_per_token"]) == target.spec.experts_per_token * target.index.stored_bytes
     losses = {row["precision"]: float(row["held_out_nats"]) for row in rows}
     assert len(set(losses.values())) == 3
     assert abs(losses["Q8_0"] - losses["float32"]) < abs(losses["Q4_0"] - losses["float32"])

@@ -219,6 +219,11 @@ class Model:
         self.shrink()
 
 
+def unstarted(policy, capacity, counters) -> Residency[str]:
+    """A residency whose transfers cannot be cancelled."""
+    return Residency(policy, capacity, counters, lambda entry: None, lambda entry: False)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @given(data=st.data())
 def test_residency(policy, data):
@@ -226,8 +231,8 @@ def test_residency(policy, data):
     capacity = data.draw(st.sampled_from([None, 1, 3, 5]))
     model = Model(policy, capacity)
     counters = StoreCounters()
-    residency = Residency(
-        make_policy(policy, DEMANDS), capacity, counters, lambda entry: None, lambda entry: entry.payload != "begun"
+    residency: Residency[str] = Residency(
+        make_policy(policy, DEMANDS), capacity, counters, lambda entry: None, lambda entry: entry.transfer != "begun"
     )
     tickets: list = []
     for _ in range(data.draw(st.integers(1, 40))):
@@ -253,7 +258,7 @@ def test_residency(policy, data):
             model.release(stays, phase)
         else:
             key = data.draw(st.sampled_from(coming))
-            residency.entries[key].payload = "begun"
+            residency.entries[key].transfer = "begun"
             model.stays[key].begun = True
             if action == "land":
                 size = data.draw(st.integers(1, 9))
@@ -280,7 +285,7 @@ def test_residency(policy, data):
 def test_a_cycle_keeps_what_came_in_until_it_is_verified():
     """Policy none: the drafter's experts are hits for verification, and nothing outlives the cycle."""
     counters = StoreCounters()
-    residency = Residency(make_policy("none"), None, counters, lambda entry: None, lambda entry: False)
+    residency = unstarted(make_policy("none"), None, counters)
 
     def visit(keys, phase):
         entries, missing, _ = residency.demand(keys, phase)
@@ -301,7 +306,7 @@ def test_a_cycle_keeps_what_came_in_until_it_is_verified():
 
 def test_prefetch_gives_up_nothing_of_its_own_cycle():
     counters = StoreCounters()
-    residency = Residency(make_policy("lru"), 2, counters, lambda entry: None, lambda entry: False)
+    residency = unstarted(make_policy("lru"), 2, counters)
     residency.begin_cycle()
     for entry in residency.prefetch([(1, 0), (1, 1), (1, 2)]):
         residency.landed(entry, 1)
@@ -313,7 +318,9 @@ def test_prefetch_gives_up_nothing_of_its_own_cycle():
 
 
 def test_a_failed_demand_leaves_no_trace_in_the_cycle():
-    residency = Residency(make_policy("lru"), 2, StoreCounters(), lambda entry: None, lambda entry: False)
+    residency: Residency[str] = Residency(
+        make_policy("lru"), 2, StoreCounters(), lambda entry: None, lambda entry: False
+    )
     old, _, _ = residency.demand([(1, 0)], "draft")
     residency.landed(old[0], 1)
     residency.release(old, "draft")
@@ -326,7 +333,9 @@ def test_a_failed_demand_leaves_no_trace_in_the_cycle():
 
 def test_a_demand_gives_up_predicted_experts_last():
     """Of what this cycle brought in, first goes what has been used."""
-    residency = Residency(make_policy("lru"), 2, StoreCounters(), lambda entry: None, lambda entry: False)
+    residency: Residency[str] = Residency(
+        make_policy("lru"), 2, StoreCounters(), lambda entry: None, lambda entry: False
+    )
     residency.begin_cycle()
     [predicted] = residency.prefetch([(2, 0)])
     residency.landed(predicted, 1)

@@ -10,7 +10,7 @@ import torch
 
 from moexp.base.errors import MoexpError
 from moexp.config.target import CorpusSection
-from moexp.learn.corpus.files import corpus_rows, load_rows, save_rows, shipped_corpora, write_corpus
+from moexp.learn.corpus.files import Author, corpus_rows, load_rows, save_rows, shipped_corpora, write_corpus
 from moexp.learn.corpus.scripts import chat_frame, scripts
 from moexp.learn.corpus.streams import Part, Script, write_streams
 from moexp.target.tiny import byte_tokenizer
@@ -113,7 +113,7 @@ def section(**changes: Any) -> CorpusSection:
 def test_a_written_corpus_is_resumed_by_batch_and_repeats(model: Any, tmp_path: Path):
     tokenizer = byte_tokenizer()
     for name in ("one", "two"):
-        write_corpus(section(), model, tokenizer, tmp_path / name, author="dense", seed=5)
+        write_corpus(section(), Author("dense", model, tokenizer), tmp_path / name, 5)
     files = sorted((tmp_path / "one").glob("*/rows.parquet"))
     assert [file.parent.name for file in files] == ["000", "001", "002"]  # 200 tokens in batches of 72
     for file in files:
@@ -122,13 +122,13 @@ def test_a_written_corpus_is_resumed_by_batch_and_repeats(model: Any, tmp_path: 
     before = lost.read_bytes()
     lost.unlink()
     lost.parent.rmdir()
-    write_corpus(section(), model, tokenizer, tmp_path / "one", author="dense", seed=5)
+    write_corpus(section(), Author("dense", model, tokenizer), tmp_path / "one", 5)
     assert lost.read_bytes() == before and files[2].stat().st_mtime_ns == kept
 
 
 def test_rows_to_train_on_are_shuffled_and_at_most_as_many_as_asked(model: Any, tmp_path: Path):
     tokenizer = byte_tokenizer()
-    rows = corpus_rows(section(tokens=100), model, tokenizer, tmp_path, author="dense", seed=5)
+    rows = corpus_rows(section(tokens=100), Author("dense", model, tokenizer), tmp_path, 5)
     assert rows.shape == (4, 24) and rows.dtype == torch.int32
     everything = torch.cat([load_rows(file, tokenizer) for file in sorted(tmp_path.glob("*/rows.parquet"))])
     wanted = {tuple(row) for row in everything.tolist()}
@@ -153,4 +153,4 @@ def test_a_corpus_that_is_not_shipped_is_an_error(model: Any, tmp_path: Path, mo
     assert all(file.name.startswith("dense-") for file in shipped_corpora("dense"))
     monkeypatch.setattr("moexp.learn.corpus.files.shipped_corpora", lambda author: [])
     with pytest.raises(MoexpError, match="no corpus by dense is shipped.*valid: source: write"):
-        corpus_rows(section(source="shipped"), model, byte_tokenizer(), tmp_path, author="dense", seed=0)
+        corpus_rows(section(source="shipped"), Author("dense", model, byte_tokenizer()), tmp_path, 0)

@@ -85,7 +85,7 @@ def opened() -> tuple[PinnedSource, CudaSlots]:
 
 
 def transfer(source: PinnedSource, key: ExpertKey, slot: Slot) -> Transfer:
-    made = Transfer(SimpleNamespace(key=key), source.plan(key), slot)
+    made = Transfer(key, source.plan(key), slot)
     made.view()
     return made
 

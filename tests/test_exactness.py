@@ -14,7 +14,9 @@ import torch
 
 from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.decoding.method import Method
-from moexp.runtime.store.store import open_store
+from moexp.runtime.store.opening import open_store
+from moexp.runtime.store.policies import make_policy
+from moexp.runtime.store.transfer import StoreOptions
 from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.families import FAMILIES
 from tests.engines import logits_to, make_engine, prompt, swap_store
@@ -60,7 +62,7 @@ def bits(engine, method, ids, new_tokens, sampling=None):
 def open_kind(engine, kind, policy="none", experts=None, poison=False):
     index = engine.target.index
     budget = None if experts is None else experts * index.expert_bytes
-    return open_store(index, kind, policy=policy, budget_bytes=budget, poison=poison)
+    return open_store(index, kind, policy=make_policy(policy), budget_bytes=budget, options=StoreOptions(poison=poison))
 
 
 @pytest.fixture(scope="module", params=DTYPES, ids=["bf16", "fp32"])

@@ -19,7 +19,8 @@ from moexp.base.errors import MoexpError
 from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.engine.engine import VERIFY, Block, Engine
-from moexp.runtime.store.store import open_store
+from moexp.runtime.store.opening import open_store
+from moexp.runtime.store.transfer import StoreOptions
 from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.coding import dequantise_fp8, dequantise_mxfp4
 from moexp.target.draft_expert import DraftExperts
@@ -64,7 +65,7 @@ def engine_of(folder: Path, dtype: torch.dtype, store: str, **options: Any) -> E
         for parameter in drafts.parameters():
             if parameter.dim() == 2:
                 parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
-    opened = open_store(target.index, store, dtype=dtype, poison=store != "resident")
+    opened = open_store(target.index, store, dtype=dtype, options=StoreOptions(poison=store != "resident"))
     drafts = drafts.to(dtype).requires_grad_(False)
     return Engine(target, opened, draft_experts=drafts, prefill_rows=32, **options)
 

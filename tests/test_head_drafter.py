@@ -13,7 +13,7 @@ from moexp.runtime.decoding.method import Method, TreePlan
 from moexp.runtime.drafters.draft_tree import TreeShape
 from moexp.runtime.drafters.head_tree import HeadTreeDrafter
 from moexp.runtime.engine.engine import VERIFY, Block, Engine
-from moexp.runtime.store.store import open_store
+from moexp.runtime.store.opening import open_store
 from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.heads.draft_vocab import DraftVocab
 from moexp.target.heads.eagle_head import EagleConfig, new_eagle_head

@@ -29,7 +29,7 @@ from moexp.runtime.decoding.method import Method
 from moexp.runtime.engine.engine import Block, Engine
 from moexp.runtime.engine.moe import StepPath
 from moexp.runtime.store.host import load_experts
-from moexp.runtime.store.store import open_store
+from moexp.runtime.store.opening import open_store
 from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.draft_expert import DraftExperts
 from moexp.target.load import load_target

@@ -23,13 +23,14 @@ from moexp.runtime.engine.engine import AR, Block, Engine
 from moexp.runtime.store import pack_writer as packing
 from moexp.runtime.store.dequantize import dequantize_into
 from moexp.runtime.store.host import load_experts
+from moexp.runtime.store.opening import open_store
 from moexp.runtime.store.pacing import Pacer
 from moexp.runtime.store.pack_writer import pack_checkpoint
-from moexp.runtime.store.store import open_store
+from moexp.runtime.store.transfer import StoreOptions
 from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.experts import ExpertIndex, ExpertWeights
 from moexp.target.load import checkpoint_fingerprint, drafters_identity, load_target, target_identity
-from moexp.target.pack_format import ALIGN, MANIFEST, QUANTS, PackedIndex, read_index, stored_bytes, weight_sizes
+from moexp.target.pack_format import ALIGN, MANIFEST, QUANTS, PackedIndex, read_index, weight_sizes
 from moexp.target.pad import pad_experts
 from tests.family_files import CASES, Case, write_case
 from tests.tiny_models import tiny_folder, whole_model
@@ -69,13 +70,13 @@ def served(folder: Path, kind: str, **options) -> dict:
     """Every expert as a store serves it."""
     index = read_index(folder)
     found = {}
-    with open_store(index, kind, **options) as store:
+    with open_store(index, kind, options=StoreOptions(**options)) as store:
         ticket = store.request(index.keys, "ar")
         for key, weights in store.arrivals(ticket):
             found[key] = ExpertWeights(weights.gate_up.clone(), weights.down.clone())
         store.release(ticket)
         if kind != "resident":
-            assert store.counters.read_bytes == len(index.keys) * index.stored_bytes  # type: ignore[attr-defined]
+            assert store.counters.read_bytes == len(index.keys) * index.stored_bytes
     return found
 
 
@@ -130,7 +131,7 @@ def test_records_are_whole_pages_and_as_small_as_the_format_is(source: Path, pac
 def test_speculation_on_a_pack_gives_the_bits_of_its_ar(packed, quant: str, kind: str):
     target = load_target(packed[quant])
     digests = []
-    with open_store(target.index, kind, poison=True) as store:
+    with open_store(target.index, kind, options=StoreOptions(poison=True)) as store:
         engine = Engine(target, store, prefill_rows=32)
         spec = Method(drafter="top-r", r=1, max_draft=3, policy="fixed", prefetch=True)
         for method in (Method(), spec):
@@ -189,14 +190,12 @@ CODED = [case for case in CASES if case.quantised or case.family == "gpt_oss"]
 def test_experts_that_are_decoded_or_biased_are_packed_as_they_are_served(case: Case, tmp_path: Path):
     folder, _ = write_case(tmp_path / "case", case)
     source, digests = load_target(folder), []
-    assert stored_bytes(source.index) == sum(
-        span.length for span in source.index.locations[source.index.keys[0]].ranges
-    )
+    assert source.index.stored_bytes == sum(span.length for span in source.index.locations[source.index.keys[0]].ranges)
     pack_checkpoint(folder, tmp_path / "packed", "none")
     pack = load_target(tmp_path / "packed")
     assert pack.index.biased == source.index.biased == (case.family == "gpt_oss")
     for target in (source, pack):
-        with open_store(target.index, "disk", dtype=target.dtype, poison=True) as store:
+        with open_store(target.index, "disk", dtype=target.dtype, options=StoreOptions(poison=True)) as store:
             digest = LogitsDigest()
             decode_all(Engine(target, store), [5, 6, 7, 8], Method(), Sampling(), max_new_tokens=4, on_cycle=digest)
             digests.append(digest.rows)
@@ -219,7 +218,7 @@ def test_a_corrupt_record_is_named_when_it_is_first_read(packed, tmp_path: Path,
     folder = copied(packed, quant, tmp_path)
     index = read_index(folder)
     with open(index.files[1], "r+b") as file:
-        file.seek(3 * index.stored_bytes + 100)  # type: ignore[attr-defined]
+        file.seek(3 * index.stored_bytes + 100)
         file.write(b"\x55\xaa")
     for kind in ("disk", "host", "resident"):
         with pytest.raises(MoexpError, match="expert 3 is corrupt.*layer-002"):

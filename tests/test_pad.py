@@ -11,7 +11,7 @@ from moexp.base.errors import MoexpError
 from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.engine.engine import Engine
-from moexp.runtime.store.store import open_store
+from moexp.runtime.store.opening import open_store
 from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target import pad
 from moexp.target.experts import ExpertIndex

@@ -437,10 +437,10 @@ def test_calibrate_keeps_the_file_it_has_on_a_full_disk(built: Path, small: None
 
 
 def test_calibrate_says_where_o_direct_is_refused(built: Path, tmp_path: Path, monkeypatch):
-    from moexp.runtime.store import direct_io as dio
+    from moexp.runtime.store import disk
     from moexp.sim.calibrate import calibrate
 
-    monkeypatch.setattr(dio, "_open_direct", lambda path, flags: None)
+    monkeypatch.setattr(disk, "_open_direct", lambda path, flags: None)
     with pytest.warns(RuntimeWarning, match="O_DIRECT is refused") as warned:
         path, platform = calibrate(load_recipe("tiny"), tmp_path, rounds=1, repeats=1, sample_bytes=1 << 16)
     assert len([each for each in warned if "O_DIRECT" in str(each.message)]) == 1

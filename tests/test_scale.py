@@ -16,7 +16,7 @@ from moexp.base.errors import MoexpError
 from moexp.bench.scale import run as scale
 from moexp.bench.scale.checkpoint import V2_LITE, checkpoint_bytes, write_checkpoint
 from moexp.runtime.engine.engine import AR, Block, Engine
-from moexp.runtime.store.store import open_store
+from moexp.runtime.store.opening import open_store
 from moexp.tables.scale import GOAL_RSS_GIB, GOAL_SHARE
 from moexp.target.experts import ExpertIndex
 from moexp.target.load import load_target

@@ -25,9 +25,9 @@ from moexp.runtime.decoding.method import Method
 from moexp.runtime.opening import opened_store
 from moexp.runtime.recording.files import ROUTING, Recording, read_recording
 from moexp.runtime.recording.recorder import PARTS, WARMUP, Recorder
-from moexp.runtime.store.direct_io import FileSource
+from moexp.runtime.store.disk import FileSource, open_shards
 from moexp.runtime.store.policies import make_policy
-from moexp.runtime.store.store import SlotStore
+from moexp.runtime.store.slot_store import SlotStore
 from moexp.runtime.verifiers.sampling import Sampling
 from moexp.sim.blocks import Setting, fixed_methods, recorded_blocks
 from moexp.sim.costs import ComputeCosts
@@ -62,15 +62,16 @@ SLOW = LinkModel(1e3, latency_s=0.1, concurrency=2, background=1)
 
 def opened(target: Target, policy: str, capacity: int | None, link: LinkModel = FAST) -> SlotStore:
     """A store in which nothing depends on time: over `FAST`, a transfer has landed when it has started."""
-    source = FileSource(target.index)
+    source = FileSource(target.index, open_shards(target.index.files))
     moved_bytes = round(fmean(source.plan(key).moved_bytes for key in target.index.keys))
+    transport: Any = InstantTransport(source) if link is FAST else LinkTransport(source, link, moved_bytes)
     return SlotStore(
         source,
         make_policy(policy, {}),
         dtype=target.dtype,
         expert_bytes=target.index.expert_bytes,
         budget_bytes=None if capacity is None else capacity * target.index.expert_bytes,
-        transport=InstantTransport(source) if link is FAST else LinkTransport(source, link, moved_bytes),
+        transport=transport,
     )
 
 

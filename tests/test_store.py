@@ -16,14 +16,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moexp.base.errors import MoexpError
-from moexp.runtime.store import direct_io as dio
+from moexp.runtime.store import disk as dio
+from moexp.runtime.store.bandwidth import probe_bandwidth
 from moexp.runtime.store.counters import PHASES, Phase
-from moexp.runtime.store.direct_io import FileSource, probe_bandwidth
+from moexp.runtime.store.disk import DiskFile, FileSource, open_shards
+from moexp.runtime.store.opening import STORE_KINDS, open_store
 from moexp.runtime.store.pacing import Pacer
 from moexp.runtime.store.policies import POLICIES, make_policy
+from moexp.runtime.store.slot_store import SlotStore
 from moexp.runtime.store.slots import PAGE, Slots
-from moexp.runtime.store.store import STORE_KINDS, SlotStore, open_store
-from moexp.runtime.store.transfer import Plan, Transfer, TransferPool
+from moexp.runtime.store.transfer import Plan, StoreOptions, Transfer, TransferPool
 from moexp.target.experts import ExpertIndex
 from tests.expert_files import APART, expected, expert_tensors, save_in_order, save_shards
 from tests.transports import FakeClock, HandTransport
@@ -54,7 +56,7 @@ class MarkedSource:
         self.closed = 0
 
     def plan(self, key) -> Plan:
-        return Plan(self.pieces, EXPERT_BYTES, 0, 2 * WIDTH * HIDDEN, WIDTH, HIDDEN)
+        return Plan(self.pieces, EXPERT_BYTES, WIDTH, HIDDEN, 0, 2 * WIDTH * HIDDEN)
 
     def move(self, transfer, piece) -> None:
         self.begun.put(transfer.key)
@@ -92,15 +94,15 @@ def pool_of(store: SlotStore) -> TransferPool:
     return store._transport
 
 
-def marked_store(policy="none", capacity=None, source=None, **options) -> SlotStore:
+def marked_store(policy="none", capacity=None, source=None, transport=None, **options) -> SlotStore:
     return SlotStore(
         source or MarkedSource(),
         make_policy(policy, {}),
         dtype=torch.float32,
         expert_bytes=EXPERT_BYTES,
         budget_bytes=None if capacity is None else capacity * EXPERT_BYTES,
-        poison=True,
-        **options,
+        options=StoreOptions(poison=True, **options),
+        transport=transport,
     )
 
 
@@ -373,7 +375,7 @@ def test_interrupt_while_waiting():
     """Ctrl-C reaches a blocked `arrivals`, and the store can be used and closed after it."""
     source = MarkedSource()
     source.gate.clear()
-    pool = TransferPool(source, threads=1)
+    pool = TransferPool(source, StoreOptions(io_threads=1))
     pool.landed = SignallingQueue()
     with marked_store(source=source, transport=pool) as store:
         ticket = store.request([(1, 0)], "ar")
@@ -446,7 +448,7 @@ def assert_serves(store, tensors, index, **names) -> None:
 @pytest.mark.parametrize("shards", [1, 3])
 def test_contents(tmp_path, tensors, kind, shards):
     index = ExpertIndex.from_checkpoint(save_shards(tmp_path, tensors, shards))
-    with open_store(index, kind, poison=True) as store:
+    with open_store(index, kind, options=StoreOptions(poison=True)) as store:
         assert_serves(store, tensors, index)
         assert store.expert_bytes == index.expert_bytes
         counters = store.counters
@@ -596,15 +598,15 @@ def test_open_files_are_closed(tmp_path, tensors):
 @pytest.mark.parametrize("splits", [1, 2, 3, 7])
 def test_splits_cover_each_range_once(tmp_path, tensors, splits):
     index = ExpertIndex.from_checkpoint(save_shards(tmp_path, tensors, 3, lambda number: number % 3))
-    source = FileSource(index, splits)
+    source = FileSource(index, open_shards(index.files), splits)
     for key, at in index.locations.items():
         for span in at.ranges:
             pieces = [p for p in source.plan(key).pieces if p.file == span.file and p.start < span.stop]
             pieces = [p for p in pieces if p.start + p.length > span.start]
             assert pieces[0].start <= span.start and pieces[-1].start + pieces[-1].needed >= span.stop
             for one, two in zip(pieces, pieces[1:], strict=False):
-                assert one.start + one.length == two.start and one.place + one.length == two.place
-            assert all(p.start % PAGE == p.length % PAGE == p.place % PAGE == 0 for p in pieces)
+                assert one.start + one.length == two.start and one.offset + one.length == two.offset
+            assert all(p.start % PAGE == p.length % PAGE == p.offset % PAGE == 0 for p in pieces)
     source.close()
 
 
@@ -661,7 +663,7 @@ def test_paced_stores_serve_the_same(tmp_path, kind):
     tensors = expert_tensors(width=40, hidden=72)
     index = ExpertIndex.from_checkpoint(save_shards(tmp_path, tensors))
     pacer = Pacer(bandwidth_bytes_s=1e9, latency_s=1e-4, concurrency=2)
-    with open_store(index, kind, pacer=pacer) as store:
+    with open_store(index, kind, options=StoreOptions(pacer=pacer)) as store:
         assert_serves(store, tensors, index)
 
 
@@ -699,7 +701,7 @@ def test_probe_bandwidth_reports_a_broken_device(tmp_path, monkeypatch):
         if len(calls) > 4:
             raise MoexpError("cannot read")
 
-    monkeypatch.setattr(dio, "read_into", breaking)
+    monkeypatch.setattr(DiskFile, "read", breaking)
     with pytest.raises(MoexpError, match="cannot read"):
         probe_bandwidth(index.files, PAGE, threads=3, total_bytes=1 << 18)
 
@@ -708,13 +710,10 @@ def test_pool_ends_with_work_left_over():
     """Closing forgets queued pieces, and a worker that is moving one still lands it."""
     source = MarkedSource(pieces=4)
     source.gate.clear()
-    pool = TransferPool(source, threads=2)
+    pool = TransferPool(source, StoreOptions(io_threads=2))
     slots = Slots(EXPERT_BYTES, torch.float32)
 
-    class Owner:
-        key = (1, 0)
-
-    transfers = [Transfer(Owner, source.plan((1, 0)), slots.take()) for _ in range(3)]
+    transfers = [Transfer((1, 0), source.plan((1, 0)), slots.take()) for _ in range(3)]
     pool.start(transfers, urgent=True)
     source.wait_begun(2)
     open_gate_once_closing(source, pool)

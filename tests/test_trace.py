@@ -28,7 +28,7 @@ from moexp.learn.trace.statistics import expert_load, union_growth
 from moexp.learn.trace.trace import by_gate_then_id, limited, shards_of, trace_routing
 from moexp.metrics import uniform_union
 from moexp.runtime.engine.engine import AR, Block, Engine
-from moexp.runtime.store.store import open_store
+from moexp.runtime.store.opening import open_store
 from moexp.target.load import load_target, target_identity
 from tests.tiny_models import tiny_folder
 
@@ -126,7 +126,7 @@ def test_the_recipes_corpus_is_the_one_that_draft_experts_learn_from(target: Pat
 
 def test_where_the_recipe_has_both_corpora_the_dense_models_text_follows_the_targets(tmp_path: Path, monkeypatch):
     rows = {"target": torch.full((2, 4), 1), "dense": torch.full((3, 4), 2)}
-    monkeypatch.setattr(trace, "corpus_rows", lambda *_, author, seed: rows[author])
+    monkeypatch.setattr(trace, "corpus_rows", lambda _section, author, *_: rows[author.name])
     monkeypatch.setattr(trace, "shipped_corpora", lambda author: [Path(author)])
 
     def read(author: str) -> list[int]:

@@ -24,11 +24,10 @@ from moexp.papers import load_paper
 from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.opening import opened_store
-from moexp.runtime.store.direct_io import probe_bandwidth
-from moexp.runtime.store.store import READ_SPLITS
+from moexp.runtime.store.bandwidth import probe_bandwidth
+from moexp.runtime.store.opening import READ_SPLITS
 from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.load import Target
-from moexp.target.pack_format import stored_bytes
 
 PROBE_BYTES = 64 << 20
 COMPUTE_TOKENS = 16
@@ -165,7 +164,7 @@ def probe(platform: Platform, target: Target, base: StoreSection, job: Job, *, c
     """
     spec, index = target.spec, target.index
     expert_bytes = index.expert_bytes * target.dtype.itemsize // index.dtype.itemsize
-    moved_bytes = stored_bytes(index) if platform.kind == "disk" else expert_bytes
+    moved_bytes = index.stored_bytes if platform.kind == "disk" else expert_bytes
     probed: dict[str, Any] = {
         "platform": platform.name,
         "expert_bytes": expert_bytes,

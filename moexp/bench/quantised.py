@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from moexp.base.devices import prepare
 from moexp.base.progress import stage
@@ -30,7 +29,7 @@ from moexp.config.decode import StoreSection
 from moexp.config.locations import artifact_path, draft_folder
 from moexp.config.recipe import Recipe
 from moexp.config.run_folder import RunDir
-from moexp.learn.corpus.files import corpus_rows
+from moexp.learn.corpus.files import Author, corpus_rows
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.engine.engine import VERIFY, Block, Engine
 from moexp.runtime.opening import method_of, opened_store
@@ -110,8 +109,7 @@ def held_out_rows(recipe: Recipe, target: Target) -> list[list[int]]:
     """Text that the target was not trained on: what a carved target's own loss is measured on, else the prompts."""
     section = recipe.target.corpus
     if recipe.target.kind == "carved" and section.source == "shipped":
-        model: Any = None  # nothing is written
-        rows_NL: Tensor = corpus_rows(section, model, target.tokenizer, Path(), author="dense", seed=recipe.seed)
+        rows_NL = corpus_rows(section, Author("dense", None, target.tokenizer), Path(), recipe.seed)
         return [[int(token) for token in row] for row in rows_NL[:HELD_OUT_ROWS]]
     return [list(job.prompt_ids) for job in _jobs(Setup(recipe, target, None, 0))]
 

@@ -205,7 +205,7 @@ def eval_stage(
 
 def corpus_stage(recipe: Recipe, console: Console, *, author: str, tokens: int, out: Path | None) -> Path:
     """Lets the dense model or the target write a corpus of `tokens` tokens."""
-    from moexp.learn.corpus.files import write_corpus
+    from moexp.learn.corpus.files import Author, write_corpus
 
     begin(recipe)
     if author == "dense":
@@ -228,7 +228,7 @@ def corpus_stage(recipe: Recipe, console: Console, *, author: str, tokens: int, 
     section = section.model_copy(update={"source": "write", "tokens": tokens})
     folder = out or home() / "corpora" / f"{recipe.name}-{author}"
     _check_corpus(folder, {"author": author, "length": section.length, "rows": section.rows, "seed": recipe.seed})
-    files = write_corpus(section, model, tokenizer, folder, author=author, seed=recipe.seed)
+    files = write_corpus(section, Author(author, model, tokenizer), folder, recipe.seed)
     written = len(files) * section.rows * section.length
     console.print(f"{written} tokens by the {author} model in {len(files)} batches: {folder}", soft_wrap=True)
     return folder

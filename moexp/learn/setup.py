@@ -19,7 +19,7 @@ from moexp.base import ranks
 from moexp.base.devices import Device, training_device
 from moexp.base.progress import stage
 from moexp.config.recipe import Recipe
-from moexp.learn.corpus.files import corpus_rows, load_rows, shipped_corpora
+from moexp.learn.corpus.files import Author, corpus_rows, load_rows, shipped_corpora
 from moexp.target.load import target_identity
 from moexp.target.pack_format import refuse_packed
 from moexp.target.tokenizer import load_tokenizer
@@ -72,13 +72,11 @@ def open_setup(recipe: Recipe, target: Path, out: Path) -> TrainingSetup:
     with stage("Load the target", None):
         model, tokenizer = load_with_experts(target, recipe.target.dtype, recipe.device)
     section, work = recipe.draft.corpus, work_folder(out)
-    authors = ("dense", "target") if section.author == "both" else (section.author,)
+    names = ("dense", "target") if section.author == "both" else (section.author,)
     if section.source == "write":
-        authors = ("target",)
-    rows = [
-        corpus_rows(section, model, tokenizer, work / f"corpus-{author}", author=author, seed=recipe.seed)
-        for author in authors
-    ]
+        names = ("target",)
+    authors = [Author(name, model, tokenizer) for name in names]
+    rows = [corpus_rows(section, author, work / f"corpus-{author.name}", recipe.seed) for author in authors]
     count = recipe.draft.held_out_rows
     held_files = shipped_corpora("held") if section.source == "shipped" else []
     if held_files:  # written by the pocket target at temperature 1, from scripts that no training text has

@@ -17,9 +17,11 @@ from moexp.runtime.engine.engine import Engine
 from moexp.runtime.predictors.files import HEADER, load_predictor
 from moexp.runtime.predictors.learned import LearnedPredictor, RoutingPredictor
 from moexp.runtime.predictors.predictor import ExpertPredictor
+from moexp.runtime.store.opening import open_store
 from moexp.runtime.store.pacing import Pacer
-from moexp.runtime.store.policies import STATIC_HOT
-from moexp.runtime.store.store import ExpertStore, open_store
+from moexp.runtime.store.policies import STATIC_HOT, make_policy
+from moexp.runtime.store.store import ExpertStore
+from moexp.runtime.store.transfer import StoreOptions
 from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.draft_expert import DraftExperts
 from moexp.target.heads.head import DraftHead
@@ -53,21 +55,17 @@ def opened_store(target: Target, section: StoreSection) -> Iterator[ExpertStore]
     """
     pace = section.pace
     pacer = None if pace is None else Pacer(pace.bandwidth_gb_s * 1e9, pace.latency_us * 1e-6, pace.concurrency)
-    store = open_store(
+    demands = traced_demands(drafters_identity(target.folder)) if section.policy == STATIC_HOT else None
+    with open_store(
         target.index,
         section.kind,
-        policy=section.policy,
-        demands=traced_demands(drafters_identity(target.folder)) if section.policy == STATIC_HOT else None,
+        policy=make_policy(section.policy, demands),
         budget_bytes=None if section.budget_mib is None else int(section.budget_mib * 2**20),
-        io_threads=section.io_threads,
-        pacer=pacer,
         dtype=target.dtype,
         device=target.device,
-    )
-    try:
+        options=StoreOptions(io_threads=section.io_threads, pacer=pacer),
+    ) as store:
         yield store
-    finally:
-        store.close()
 
 
 def traced_demands(fingerprint: str) -> dict[tuple[int, int], float]:

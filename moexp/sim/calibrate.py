@@ -19,7 +19,7 @@ from moexp.base.provenance import collect_provenance
 from moexp.config.recipe import Recipe
 from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.decoding.method import Method
-from moexp.runtime.store.store import READ_SPLITS
+from moexp.runtime.store.opening import READ_SPLITS
 from moexp.runtime.verifiers.sampling import Sampling
 from moexp.sim.geometry import Geometry
 from moexp.sim.hardware import ComputeSection, LinkSection, PrecisionSection, SlotsSection

@@ -6,7 +6,6 @@ A disk's speed drifts by the second, so its kinds of samples alternate (A B C A 
 from __future__ import annotations
 
 import mmap
-import os
 import random
 import statistics
 import time
@@ -15,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from moexp.runtime.store.direct_io import open_file, probe_bandwidth, read_into
+from moexp.runtime.store.bandwidth import probe_bandwidth
+from moexp.runtime.store.disk import open_file
 from moexp.runtime.store.slots import PAGE
 
 SMALL_READS = 64
@@ -76,7 +76,7 @@ def probe_disk(
     direct = True
     for path in paths:
         file = open_file(path)
-        os.close(file.fd)
+        file.close()
         direct = direct and file.direct
     if not direct:
         warnings.warn(
@@ -115,10 +115,10 @@ def _small_read_us(path: Path, seed: int) -> float:
         for _ in range(SMALL_READS):
             start = rng.randrange(0, max(1, file.size - PAGE), PAGE)
             begin_s = time.perf_counter()
-            read_into(file, buffer, start, min(PAGE, file.size - start))
+            file.read(buffer, start, min(PAGE, file.size - start))
             taken.append(time.perf_counter() - begin_s)
     finally:
-        os.close(file.fd)
+        file.close()
     return statistics.median(taken) * 1e6
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from moexp.runtime.engine.engine import AR, VERIFY, Block, Engine, StepPath
-from moexp.runtime.store.store import ExpertStore, ResidentStore, open_store
+from moexp.runtime.store.opening import open_store
+from moexp.runtime.store.store import ExpertStore, ResidentStore
 from moexp.target.experts import ExpertWeights
 from moexp.target.load import Target
 

@@ -19,7 +19,7 @@ class Ticket:
 
     __slots__ = ("entries", "left", "phase", "ready")
 
-    def __init__(self, entries: list[Entry], phase: Phase, ready: int) -> None:
+    def __init__(self, entries: list[Entry[Flight]], phase: Phase, ready: int) -> None:
         self.entries = entries
         self.phase = phase
         self.ready = ready
@@ -42,7 +42,9 @@ class VirtualStore:
         self.capacity = capacity
         self.link = VirtualLink(link, expert_bytes)
         self._bytes = expert_bytes
-        self._residency = Residency(policy, capacity, self.counters, lambda entry: None, self._cancel)
+        self._residency: Residency[Flight] = Residency(
+            policy, capacity, self.counters, lambda entry: None, self._cancel
+        )
 
     def begin_cycle(self, now_s: float) -> None:
         """See `ExpertStore`."""
@@ -69,12 +71,12 @@ class VirtualStore:
             self.link.start(flights, True)
         if late:
             for entry in late:
-                waiting = entry.payload.tickets
+                waiting = entry.started.tickets
                 if waiting is None:
-                    entry.payload.tickets = [ticket]
+                    entry.started.tickets = [ticket]
                 else:
                     waiting.append(ticket)
-            self.link.promote([entry.payload for entry in late])
+            self.link.promote([entry.started for entry in late])
         return ticket
 
     def wait(self, ticket: Ticket, now_s: float) -> float:
@@ -129,15 +131,15 @@ class VirtualStore:
             flight.owner = None  # no circle of references is left for the collector
         landed.clear()
 
-    def _flights(self, entries: list[Entry]) -> list[Flight]:
+    def _flights(self, entries: list[Entry[Flight]]) -> list[Flight]:
         flights = []
         for entry in entries:
-            entry.payload = flight = Flight(entry, entry.key[0])
+            entry.transfer = flight = Flight(entry, entry.key[0])
             flights.append(flight)
         return flights
 
-    def _cancel(self, entry: Entry) -> bool:
-        if not self.link.cancel(entry.payload):
+    def _cancel(self, entry: Entry[Flight]) -> bool:
+        if not self.link.cancel(entry.started):
             return False
-        entry.payload = None
+        entry.transfer = None
         return True

@@ -135,6 +135,13 @@ class ExpertIndex:
         width, hidden = self.shape(key)
         return 3 * width * hidden + (2 * width + hidden if self.biased else 0)
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that bringing an expert in from disk moves (the largest, should they differ), alignment aside."""
+        if self.coding is None:
+            return self.expert_bytes
+        return max(sum(span.length for span in at.ranges) for at in self.locations.values())
+
     def converts_to(self, dtype: torch.dtype) -> bool:
         """Whether experts can be served from a disk in this type: as they are stored, or decoded to any."""
         return self.coding is not None or dtype == self.dtype

@@ -142,13 +142,12 @@ class PackedIndex(ExpertIndex):
 
     Attributes:
         manifest: of the pack.
-        stored_bytes: that bringing in an expert moves.
         down_offset: byte of a record where the down matrix starts.
     """
 
     def __init__(self, folder: Path, manifest: PackManifest) -> None:
         self.manifest = manifest
-        self.stored_bytes, record = manifest.record_bytes, manifest.record
+        record = manifest.record
         self.down_offset, length = record.down_offset, record.content_bytes
         layers = sorted(manifest.checksums)
         locations: dict[ExpertKey, ExpertLocation] = {}
@@ -169,6 +168,11 @@ class PackedIndex(ExpertIndex):
     def biased(self) -> bool:
         """Whether the experts have biases."""
         return self.manifest.biased
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that bringing in an expert moves."""
+        return self.manifest.record_bytes
 
     def check(self, key: ExpertKey, record: Any) -> None:
         """Whether these bytes are the record of that expert.
@@ -227,17 +231,6 @@ def read_index(folder: Path | str) -> ExpertIndex:
     """
     folder = Path(folder)
     return PackedIndex(folder, read_manifest(folder)) if is_packed(folder) else ExpertIndex.from_checkpoint(folder)
-
-
-def stored_bytes(index: ExpertIndex) -> int:
-    """Bytes that bringing an expert in from disk moves (the largest, should they differ), alignment of unpacked ones
-    aside.
-    """
-    if isinstance(index, PackedIndex):
-        return index.stored_bytes
-    if index.coding is not None:
-        return max(sum(span.length for span in at.ranges) for at in index.locations.values())
-    return index.expert_bytes
 
 
 def weight_sizes(folder: Path | str) -> dict[str, int]:

@@ -43,12 +43,13 @@ class Moexp:
         from moexp.base.devices import prepare
         from moexp.runtime.engine.engine import AR, Block
         from moexp.runtime.engine.engine import Engine as Runtime
-        from moexp.runtime.store.store import open_store
+        from moexp.runtime.store.opening import open_store
+        from moexp.runtime.store.transfer import StoreOptions
         from moexp.target.load import load_target
 
         prepare(threads)
         self.target = load_target(model)
-        self.store = open_store(self.target.index, "disk", io_threads=io_threads)
+        self.store = open_store(self.target.index, "disk", options=StoreOptions(io_threads))
         self.engine = Runtime(self.target, self.store)
         self._logits = lambda token: self.engine.run(Block([token]), AR).logits_BV[0]
 

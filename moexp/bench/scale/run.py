@@ -147,7 +147,8 @@ def decode(folder: Path, tokens: int, threads: int) -> dict[str, Any]:
     from moexp.base.devices import prepare
     from moexp.runtime.decoding.method import Method
     from moexp.runtime.engine.engine import Engine
-    from moexp.runtime.store.store import READ_SPLITS, open_store
+    from moexp.runtime.store.opening import READ_SPLITS, open_store
+    from moexp.runtime.store.transfer import StoreOptions
     from moexp.target.load import load_target
 
     threads = prepare(threads)
@@ -158,7 +159,7 @@ def decode(folder: Path, tokens: int, threads: int) -> dict[str, Any]:
     methods = {"ar": Method(), "top-1": Method(drafter="top-r", r=1, max_draft=DRAFT_LENGTH, policy="fixed")}
     probe = DiskProbe(index.files, index.expert_bytes // READ_SPLITS)
     figures: dict[str, Any] = {}
-    with open_store(index, "disk", io_threads=IO_THREADS) as store:
+    with open_store(index, "disk", options=StoreOptions(IO_THREADS)) as store:
         # The second copy of the resident weights, in the order of the CPU's kernels, is what memory has no room for.
         engine = Engine(target, store, pack=False, prefill_rows=8)
         with stage("Decode", len(methods)) as advance:
@@ -193,7 +194,7 @@ class DiskProbe:
     samples: int = 0
 
     def __call__(self) -> float:
-        from moexp.runtime.store.direct_io import probe_bandwidth
+        from moexp.runtime.store.bandwidth import probe_bandwidth
 
         seed, self.samples = self.samples, self.samples + 1
         total = min(PROBE_BYTES, sum(path.stat().st_size for path in self.files))

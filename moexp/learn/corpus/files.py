@@ -6,6 +6,7 @@ Each file names its tokenizer and its author in the Parquet metadata, so that a 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
@@ -64,41 +65,34 @@ def shipped_corpora(author: str) -> list[Path]:
     return sorted(folder.glob(f"{author}-*.parquet"))
 
 
-def corpus_rows(
-    section: CorpusSection,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    *,
-    author: str,
-    seed: int,
-) -> Tensor:
+@dataclass(frozen=True)
+class Author:
+    """The model that writes a corpus, its tokenizer, and its name: `dense` or `target`. Reading needs no model."""
+
+    name: str
+    model: PreTrainedModel | None
+    tokenizer: PreTrainedTokenizerBase
+
+
+def corpus_rows(section: CorpusSection, author: Author, folder: Path, seed: int) -> Tensor:
     """The rows to train on, int32 [N, L], at most `section.tokens` of them.
 
-    `source: shipped` reads the corpora in the package; `write` lets `model` write one into `folder`, batch by
+    `source: shipped` reads the corpora in the package; `write` lets the author write one into `folder`, batch by
     batch, resuming where it stopped.
     """
     if section.source == "shipped":
-        files = shipped_corpora(author)
+        files = shipped_corpora(author.name)
         if not files:
-            raise MoexpError(f"no corpus by {author} is shipped", where="corpus.source", valid="source: write")
+            raise MoexpError(f"no corpus by {author.name} is shipped", where="corpus.source", valid="source: write")
     else:
-        files = write_corpus(section, model, tokenizer, folder, author=author, seed=seed)
-    rows_NL = torch.cat([load_rows(file, tokenizer) for file in files])
+        files = write_corpus(section, author, folder, seed)
+    rows_NL = torch.cat([load_rows(file, author.tokenizer) for file in files])
     order = torch.randperm(len(rows_NL), generator=torch.Generator().manual_seed(seed))
     return rows_NL[order][: max(1, section.tokens // rows_NL.shape[1])]
 
 
-def write_corpus(
-    section: CorpusSection,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    *,
-    author: str,
-    seed: int,
-) -> list[Path]:
-    """Lets `model` write `section.tokens` tokens into `folder`, one subfolder a batch, but for finished batches. The
+def write_corpus(section: CorpusSection, author: Author, folder: Path, seed: int) -> list[Path]:
+    """Lets the author write `section.tokens` tokens into `folder`, one subfolder a batch, but for finished batches. The
     processes of a run take batches in turn.
 
     Returns:
@@ -107,9 +101,11 @@ def write_corpus(
     per_batch = section.rows * section.length
     batches = -(-section.tokens // per_batch)
     files = [folder / f"{batch:03d}" / "rows.parquet" for batch in range(batches)]
+    model, tokenizer = author.model, author.tokenizer
+    assert model is not None
     _, _, end_id = chat_frame(tokenizer)
     stop_ids = frozenset({end_id, *tokenizer.all_special_ids})
-    with stage(f"Text by the {author} model", batches * per_batch) as advance:
+    with stage(f"Text by the {author.name} model", batches * per_batch) as advance:
         for batch in range(ranks.rank(), batches, ranks.world()):
             if files[batch].parent.exists():
                 continue
@@ -121,6 +117,6 @@ def write_corpus(
             lines = scripts(tokenizer, own_seed)
             streams = write_streams(model, lines, section, own_seed, stop_ids=stop_ids, end_id=end_id, on_step=on_step)
             with new_folder(files[batch].parent) as into:
-                save_rows(into / files[batch].name, streams.tokens, tokenizer, author)
+                save_rows(into / files[batch].name, streams.tokens, tokenizer, author.name)
         ranks.barrier()
     return files

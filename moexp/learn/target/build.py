@@ -22,7 +22,7 @@ from moexp.config.locations import padded_beside
 from moexp.config.recipe import Recipe
 from moexp.config.target import TargetSection
 from moexp.learn.core.loop import Run, Schedule, followed
-from moexp.learn.corpus.files import corpus_rows
+from moexp.learn.corpus.files import Author, corpus_rows
 from moexp.learn.setup import work_folder
 from moexp.learn.target.quality import measure_quality, sample_answers
 from moexp.learn.target.repair import RepairSettings, prepare, repair_end_to_end, repair_layerwise
@@ -83,9 +83,8 @@ def _build_carved(recipe: Recipe, folder: Path, cache: Path, provenance: dict[st
         dense = load_dense(section.source, cache=cache, path=section.path, revision=section.revision)
     geometry = Geometry(**section.carve.model_dump(exclude={"calibration_tokens"}))
     geometry.neurons_per_expert(dense.model.config.intermediate_size)  # a bad one is known before any work
-    rows_NL = corpus_rows(
-        section.corpus, dense.model, dense.tokenizer, work / "corpus", author="dense", seed=recipe.seed
-    )
+    author = Author("dense", dense.model, dense.tokenizer)
+    rows_NL = corpus_rows(section.corpus, author, work / "corpus", recipe.seed)
     held_NL, train_NL = rows_NL[:HELD_OUT_ROWS], rows_NL[HELD_OUT_ROWS:]
     manifest: dict[str, Any] = {"origin": dense.origin, "geometry": section.carve.model_dump(), "delta": section.delta}
     quality: dict[str, Any] = {}

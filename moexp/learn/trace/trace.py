@@ -44,7 +44,7 @@ from moexp.data.traces import (
     write_shard,
 )
 from moexp.learn.core.experts import by_gate, hooked, routers, set_training_experts
-from moexp.learn.corpus.files import corpus_rows, shipped_corpora
+from moexp.learn.corpus.files import Author, corpus_rows, shipped_corpora
 from moexp.learn.setup import load_with_experts
 from moexp.learn.trace.statistics import ExpertLoad, UnionGrowth, expert_load, union_growth
 from moexp.target.load import read_config, target_identity
@@ -174,14 +174,14 @@ def _samples(
         return
     section = recipe.draft.corpus
     by_target = section.source == "write" or (section.author != "dense" and shipped_corpora("target"))
-    authors = ["target"] if by_target else ["dense"]
+    names = ["target"] if by_target else ["dense"]
     if by_target and section.source == "shipped" and section.author == "both":
-        authors.append("dense")  # for long traces: the target's own text is short
+        names.append("dense")  # for long traces: the target's own text is short
     rows = -(-recipe.trace.tokens // section.length)
     enough = section.model_copy(update={"tokens": min(section.tokens, rows * section.length)})
-    for author in authors:
-        folder = work / f"corpus-{author}"
-        yield from corpus_rows(enough, model, tokenizer, folder, author=author, seed=recipe.seed).numpy()
+    for name in names:
+        author = Author(name, model, tokenizer)
+        yield from corpus_rows(enough, author, work / f"corpus-{name}", recipe.seed).numpy()
 
 
 def limited(texts: Iterable[np.ndarray], longest: int, tokens: int) -> Iterator[np.ndarray]:

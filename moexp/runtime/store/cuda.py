@@ -8,15 +8,13 @@ from collections.abc import Mapping
 import torch
 
 from moexp.base.errors import MoexpError
-from moexp.runtime.store.host import plan_of
-from moexp.runtime.store.slots import Slot
-from moexp.runtime.store.transfer import Plan, Transfer
+from moexp.runtime.store.host import HostSource
+from moexp.runtime.store.slots import ARENA_SLOTS, Slot, Slots
+from moexp.runtime.store.transfer import Transfer
 from moexp.target.experts import ExpertKey, ExpertWeights
 
-_ARENA_SLOTS = 64
 
-
-class CudaSlots:
+class CudaSlots(Slots):
     """As `Slots`, in the memory of a GPU.
 
     The compute stream may still be working with a slot when it is given back, so it leaves an event there, which the
@@ -24,19 +22,8 @@ class CudaSlots:
     """
 
     def __init__(self, slot_bytes: int, dtype: torch.dtype, device: torch.device, *, poison: bool = False) -> None:
-        self.slot_bytes = -(-slot_bytes // 256) * 256  # matrices start where kernels want them
-        self.dtype, self.device = dtype, device
-        self.allocated = 0
-        self._poison = poison
-        self._free: list[Slot] = []
-
-    def take(self) -> Slot:
-        if not self._free:
-            step = self.slot_bytes // self.dtype.itemsize
-            arena = torch.empty(_ARENA_SLOTS * step, dtype=self.dtype, device=self.device)
-            self._free = [Slot(memoryview(b""), arena, number * step) for number in reversed(range(_ARENA_SLOTS))]
-            self.allocated += _ARENA_SLOTS
-        return self._free.pop()
+        super().__init__(slot_bytes, dtype, poison=poison)
+        self.device = device
 
     def give(self, slot: Slot) -> None:
         if self._poison:
@@ -44,11 +31,14 @@ class CudaSlots:
         slot.last_use = torch.cuda.current_stream(self.device).record_event()
         self._free.append(slot)
 
-    def clear(self) -> None:
-        self._free.clear()
+    def _grow(self) -> None:
+        step = self.slot_bytes // self.dtype.itemsize
+        arena = torch.empty(ARENA_SLOTS * step, dtype=self.dtype, device=self.device)
+        self._free = [Slot(memoryview(b""), arena, number * step) for number in reversed(range(ARENA_SLOTS))]
+        self.allocated += ARENA_SLOTS
 
 
-class PinnedSource:
+class PinnedSource(HostSource):
     """Experts in pinned host memory, copied to a GPU by the worker's own stream.
 
     Args:
@@ -61,24 +51,16 @@ class PinnedSource:
     """
 
     def __init__(self, weights: Mapping[ExpertKey, ExpertWeights], device: torch.device) -> None:
-        self._weights = dict(weights)
+        super().__init__(weights)
         self._device = device
         self._local = threading.local()
-        self.slot_bytes = max(w.nbytes for w in weights.values())
-        storages = {}
-        for w in weights.values():
-            for tensor in w.tensors:
-                storage = tensor.untyped_storage()
-                storages[storage.data_ptr()] = storage
+        storages = [tensor.untyped_storage() for w in weights.values() for tensor in w.tensors]
         self._pinned: list[int] = []
-        for address, storage in storages.items():
-            status = torch.cuda.cudart().cudaHostRegister(address, storage.nbytes(), 0)
-            if int(status) != 0:
-                raise MoexpError(f"cannot pin {storage.nbytes()} bytes of host memory (CUDA error {int(status)})")
+        for address, size in {storage.data_ptr(): storage.nbytes() for storage in storages}.items():
+            status = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+            if status != 0:
+                raise MoexpError(f"cannot pin {size} bytes of host memory (CUDA error {status})")
             self._pinned.append(address)
-
-    def plan(self, key: ExpertKey) -> Plan:
-        return plan_of(self._weights[key])
 
     def move(self, transfer: Transfer, piece: None) -> None:
         if not hasattr(self._local, "stream"):
@@ -92,11 +74,8 @@ class PinnedSource:
                 target.copy_(tensor, non_blocking=True)
         stream.synchronize()  # in the worker: an expert that has landed needs no further ordering
 
-    def finish(self, transfer: Transfer) -> None:
-        pass
-
     def close(self) -> None:
         for address in self._pinned:
             torch.cuda.cudart().cudaHostUnregister(address)
         self._pinned.clear()
-        self._weights.clear()
+        super().close()

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moexp.runtime.store.direct_io import DirectFile, open_file, read_into
-from moexp.runtime.store.packed import RecordReader
-from moexp.runtime.store.slots import Slot, map_huge
+from moexp.runtime.store.disk import FileSource, decodes, open_file
+from moexp.runtime.store.slots import Slot, Slots, map_huge
 from moexp.runtime.store.transfer import Plan, Transfer
-from moexp.target.experts import PARTS, ExpertIndex, ExpertKey, ExpertLocation, ExpertWeights
-from moexp.target.pack_format import PackedIndex
+from moexp.target.experts import ExpertIndex, ExpertKey, ExpertWeights
 
 
 def load_experts(index: ExpertIndex, dtype: torch.dtype | None = None) -> dict[ExpertKey, ExpertWeights]:
@@ -24,46 +21,27 @@ def load_experts(index: ExpertIndex, dtype: torch.dtype | None = None) -> dict[E
         MoexpError: a shard cannot be read.
     """
     dtype = dtype or index.dtype
-    total = sum(index.elements(key) for key in index.keys)
-    memory, first = map_huge(total * dtype.itemsize)
-    elements = torch.frombuffer(memory, dtype=dtype)
-    room = Slot(memoryview(memory), elements, first // dtype.itemsize)
-    files = [open_file(path, direct=False) for path in index.files]
-    records = RecordReader(index) if isinstance(index, PackedIndex) else None
-    experts = {}
-    used = 0
+    arriving = dtype if decodes(index) else index.dtype
+    memory, first = map_huge(sum(index.elements(key) for key in index.keys) * dtype.itemsize)
+    room = Slot(memoryview(memory), torch.frombuffer(memory, dtype=dtype), first // dtype.itemsize)
+    source = FileSource(index, [open_file(path, cached=True) for path in index.files], dtype=arriving)
+    slot, used, experts = Slots(source.slot_bytes, arriving).take(), 0, {}
     try:
         for key in index.keys:
+            transfer = Transfer(key, source.plan(key), slot)
+            for piece in transfer.plan.pieces:
+                source.move(transfer, piece)
+            source.finish(transfer)
+            transfer.view()
             width, hidden = index.shape(key)
             down, end = used + 2 * width * hidden, used + 3 * width * hidden
-            weights = experts[key] = room.weights(used, down, width, hidden, end if index.biased else None)
+            experts[key] = room.weights(width, hidden, used, down, end if index.biased else None)
+            for target, tensor in zip(experts[key].tensors, transfer.weights.tensors, strict=True):
+                target.copy_(tensor)
             used += index.elements(key)
-            if index.coding is not None:
-                index.coding.decode(_stored(files, index.locations[key]), weights)
-                continue
-            if records is not None:
-                records.decode(key, records.read(files, key), weights)
-                continue
-            at = index.locations[key]
-            targets = (*weights.gate_up.split(at.width), weights.down)
-            for target, name in zip(targets, PARTS, strict=True):
-                part = at.parts[name]
-                span = at.ranges[part.range]
-                _read(files[span.file], target, span.start + part.offset, index.dtype)
     finally:
-        for file in files:
-            os.close(file.fd)
+        source.close()
     return experts
-
-
-def _stored(files: Sequence[DirectFile], at: ExpertLocation) -> dict[str, Tensor]:
-    """A coded expert's tensors as they are stored."""
-    tensors = {}
-    for name, part in at.parts.items():
-        span = at.ranges[part.range]
-        tensors[name] = torch.empty(part.shape, dtype=part.dtype)
-        _read(files[span.file], tensors[name], span.start + part.offset, part.dtype)
-    return tensors
 
 
 class HostSource:
@@ -76,16 +54,15 @@ class HostSource:
     def __init__(self, weights: Mapping[ExpertKey, ExpertWeights]) -> None:
         self._weights = dict(weights)
         self.slot_bytes = max(w.nbytes for w in weights.values())
-        self._plans = {key: plan_of(w) for key, w in weights.items()}
+        self._plans = {key: _plan_of(w) for key, w in weights.items()}
 
     def plan(self, key: ExpertKey) -> Plan:
         return self._plans[key]
 
     def move(self, transfer: Transfer, piece: None) -> None:
         memory = np.frombuffer(transfer.slot.buffer, dtype=np.uint8)
-        weights = self._weights[transfer.key]
         start = 0
-        for tensor in weights.tensors:  # numpy copies without the interpreter's lock and in one thread
+        for tensor in self._weights[transfer.key].tensors:  # numpy copies without the interpreter's lock, in one thread
             np.copyto(memory[start : start + tensor.nbytes], _bytes_of(tensor))
             start += tensor.nbytes
 
@@ -96,21 +73,13 @@ class HostSource:
         self._weights.clear()
 
 
-def plan_of(weights: ExpertWeights) -> Plan:
+def _plan_of(weights: ExpertWeights) -> Plan:
     """One piece: gate_up, down and biases, one behind the other from the slot's start."""
     hidden, width = weights.down.shape
-    down, end = weights.gate_up.numel(), 3 * width * hidden
+    end = 3 * width * hidden
     bias = None if weights.gate_up_bias is None else end
-    return Plan((None,), weights.nbytes, 0, down, width, hidden, bias)
+    return Plan((None,), weights.nbytes, width, hidden, 0, 2 * width * hidden, bias)
 
 
 def _bytes_of(tensor: Tensor) -> np.ndarray:
     return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
-def _read(file: DirectFile, target: Tensor, start: int, stored: torch.dtype) -> None:
-    same = target.dtype == stored
-    landing = target if same else torch.empty(target.shape, dtype=stored)
-    read_into(file, memoryview(_bytes_of(landing).data), start, landing.nbytes)
-    if not same:
-        target.copy_(landing)

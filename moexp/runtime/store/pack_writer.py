@@ -28,7 +28,7 @@ from moexp.base.progress import stage
 from moexp.config.locations import artifact_path
 from moexp.config.recipe import Recipe
 from moexp.config.run_folder import locked
-from moexp.runtime.store.store import open_store
+from moexp.runtime.store.opening import open_store
 from moexp.target.experts import ExpertIndex, ExpertKey, ExpertWeights
 from moexp.target.load import PADDED_FROM, checkpoint_fingerprint, read_config, target_identity
 from moexp.target.opening import find_target

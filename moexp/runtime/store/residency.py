@@ -1,12 +1,12 @@
 """Which experts are in memory or on their way, and the exact counts of it: bookkeeping without I/O or threads.
 
-The stores drive it with real transfers, the simulator with recorded routing.
+The stores drive it with real transfers (T: `Transfer`), the simulator with those of a virtual link.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from moexp.runtime.store.counters import Phase, StoreCounters
 from moexp.runtime.store.policies import CachePolicy
@@ -15,23 +15,40 @@ if TYPE_CHECKING:  # the simulator runs this without torch
     from moexp.target.experts import ExpertKey
 
 
-class Entry:
-    """One expert's stay: from the launch of its transfer to its drop."""
+T = TypeVar("T")
 
-    __slots__ = ("cycle", "expired", "key", "payload", "phase", "pins", "ready", "unused")
+
+class Entry(Generic[T]):
+    """One expert's stay: from the launch of its transfer to its drop.
+
+    Attributes:
+        cycle: in which it was last launched, predicted or demanded.
+        phase: that launched it; None: a prefetch.
+        unused: a prefetch that was not demanded yet.
+        expired: to be dropped as soon as it is not pinned.
+        transfer: how it comes; None until it is started, which an interrupt can prevent.
+    """
+
+    __slots__ = ("cycle", "expired", "key", "phase", "pins", "ready", "transfer", "unused")
 
     def __init__(self, key: ExpertKey, cycle: int, phase: Phase | None) -> None:
         self.key = key
-        self.cycle = cycle  # in which it was last launched, predicted or demanded
-        self.phase = phase  # that launched it; None: a prefetch
-        self.unused = phase is None  # a prefetch that nobody has demanded yet
+        self.cycle = cycle
+        self.phase = phase
+        self.unused = phase is None
         self.ready = False
         self.pins = 0
-        self.expired = False  # to be dropped as soon as nobody holds it
-        self.payload: Any = None  # the owner's
+        self.expired = False
+        self.transfer: T | None = None
+
+    @property
+    def started(self) -> T:
+        """Its transfer, which has been started."""
+        assert self.transfer is not None
+        return self.transfer
 
 
-class Residency:
+class Residency(Generic[T]):
     """Entries by key, under a policy and a capacity in experts.
 
     Args:
@@ -47,10 +64,10 @@ class Residency:
         policy: CachePolicy,
         capacity: int | None,
         counters: StoreCounters,
-        drop: Callable[[Entry], None],
-        cancel: Callable[[Entry], bool],
+        drop: Callable[[Entry[T]], None],
+        cancel: Callable[[Entry[T]], bool],
     ) -> None:
-        self.entries: dict[ExpertKey, Entry] = {}
+        self.entries: dict[ExpertKey, Entry[T]] = {}
         self._policy = policy
         self._spares_cycle = policy.spares_cycle
         self._capacity = capacity
@@ -59,7 +76,7 @@ class Residency:
         self._cancel = cancel
         self._cycle = 0
         self._touched = 0  # entries whose `cycle` is the present one
-        self._announced: dict[int, dict[ExpertKey, Entry]] = {}  # layer -> undemanded prefetches on their way
+        self._announced: dict[int, dict[ExpertKey, Entry[T]]] = {}  # layer -> undemanded prefetches on their way
 
     def begin_cycle(self) -> None:
         """Cancel queued prefetches; under a policy that keeps nothing, drop all that is ready (pinned: on release)."""
@@ -76,7 +93,7 @@ class Residency:
             elif entry.ready:
                 self._drop(entry)
 
-    def prefetch(self, keys: Iterable[ExpertKey]) -> list[Entry]:
+    def prefetch(self, keys: Iterable[ExpertKey]) -> list[Entry[T]]:
         """Entries to bring in, without giving up anything of this cycle. Present experts count as of this cycle."""
         absent = []
         for key in keys:
@@ -95,7 +112,7 @@ class Residency:
         self._counters.prefetched += len(launched)
         return launched
 
-    def demand(self, keys: Sequence[ExpertKey], phase: Phase) -> tuple[list[Entry], list[Entry], list[Entry]]:
+    def demand(self, keys: Sequence[ExpertKey], phase: Phase) -> tuple[list[Entry[T]], list[Entry[T]], list[Entry[T]]]:
         """Pin distinct keys: (their entries in order, of these the ones to bring in, the ones already on their way)."""
         assert len(set(keys)) == len(keys), "an expert demanded twice in one request"
         table, cycle, on_demand = self.entries, self._cycle, self._policy.on_demand
@@ -156,11 +173,11 @@ class Residency:
         if self._capacity is not None:
             self._shrink()
 
-    def failed(self, entry: Entry) -> None:
+    def failed(self, entry: Entry[T]) -> None:
         """The entry's expert could not be brought in: it is forgotten, and a later demand tries again."""
         self._drop(entry)
 
-    def release(self, entries: Iterable[Entry], phase: Phase) -> None:
+    def release(self, entries: Iterable[Entry[T]], phase: Phase) -> None:
         """Undo the pins of one `demand` in `phase`.
 
         Outside drafting a cycle demands a layer once. A policy that keeps nothing therefore drops its experts here
@@ -177,7 +194,7 @@ class Residency:
             self._shrink()
 
     @property
-    def quiet(self) -> bool:
+    def is_idle(self) -> bool:
         """Whether nothing is on its way."""
         return all(entry.ready for entry in self.entries.values())
 
@@ -191,19 +208,19 @@ class Residency:
         for entry in list(self.entries.values()):
             self._drop(entry)
 
-    def _touch(self, entry: Entry) -> None:
+    def _touch(self, entry: Entry[T]) -> None:
         entry.expired = False
         if entry.cycle != self._cycle:
             entry.cycle = self._cycle
             self._touched += 1
 
-    def _insert(self, key: ExpertKey, phase: Phase | None) -> Entry:
+    def _insert(self, key: ExpertKey, phase: Phase | None) -> Entry[T]:
         entry = self.entries[key] = Entry(key, self._cycle, phase)
         self._touched += 1
         self._policy.on_insert(key)
         return entry
 
-    def _drop(self, entry: Entry) -> None:
+    def _drop(self, entry: Entry[T]) -> None:
         del self.entries[entry.key]
         self._policy.on_drop(entry.key)
         if entry.cycle == self._cycle:
@@ -229,7 +246,7 @@ class Residency:
             self._drop(victim)
         return victim is not None
 
-    def _victim(self, urgent: bool) -> Entry | None:
+    def _victim(self, urgent: bool) -> Entry[T] | None:
         table, cycle, key = self.entries, self._cycle, None
 
         def stale(key: ExpertKey) -> bool:

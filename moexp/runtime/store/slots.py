@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,8 +13,8 @@ from moexp.target.experts import ExpertWeights
 
 PAGE = 4096
 _HUGE_PAGE = 2 << 20
-_VIEWS = 64  # kept a slot: an expert's place in its page depends on its layer, often on nothing else
-_ARENA_SLOTS = 64
+_VIEWS = 64  # cached a slot: an expert's offset in its page depends on its layer, often on nothing else
+ARENA_SLOTS = 64
 _ARENA_BYTES = 256 << 20
 
 
@@ -27,7 +27,7 @@ def align_up(offset: int) -> int:
 
 
 class Slot:
-    """Room for one expert: `buffer` to read into, `elements` (the whole arena in the experts' type) to view it.
+    """Room for one expert: `buffer` to read into, `elements` (its arena, in the experts' type) to view it.
 
     `last_use`: in GPU memory, the event after which the slot may be overwritten.
     """
@@ -41,9 +41,9 @@ class Slot:
         self.last_use: Any = None
         self._views: dict[tuple[int, int, int, int, int | None], ExpertWeights] = {}
 
-    def weights(self, gate_up: int, down: int, width: int, hidden: int, bias: int | None = None) -> ExpertWeights:
+    def weights(self, width: int, hidden: int, gate_up: int, down: int, bias: int | None = None) -> ExpertWeights:
         """Views of an expert whose matrices start `gate_up` and `down` elements into the slot, its biases at `bias`."""
-        where = (gate_up, down, width, hidden, bias)
+        where = (width, hidden, gate_up, down, bias)
         views = self._views.get(where)  # making two tensors takes longer than all else that an arrival costs
         if views is None:
             if len(self._views) == _VIEWS:
@@ -60,21 +60,8 @@ class Slot:
         return list(self.elements[first : first + sum(lengths)].split(lengths))
 
 
-class SlotPool(Protocol):
-    """Gives out slots and takes them back."""
-
-    allocated: int
-
-    def take(self) -> Slot: ...
-
-    def give(self, slot: Slot) -> None: ...
-
-    def clear(self) -> None:
-        """Forget all free slots; their memory goes with the last who knows them."""
-
-
 class Slots:
-    """Slots cut from large arenas, which are added as they are needed and kept until the store goes.
+    """Slots cut from large arenas, which are added as they are needed and stay until the store goes.
 
     The slot freed last is given out first: its memory is most likely still in a cache, and the set of pages in use
     stays small.
@@ -103,10 +90,11 @@ class Slots:
         self._free.append(slot)
 
     def clear(self) -> None:
+        """Forget all free slots; their memory goes with the last reference to it."""
         self._free.clear()
 
     def _grow(self) -> None:
-        count = max(1, min(_ARENA_SLOTS, _ARENA_BYTES // self.slot_bytes))
+        count = max(1, min(ARENA_SLOTS, _ARENA_BYTES // self.slot_bytes))
         memory, first = map_huge(count * self.slot_bytes)
         elements = torch.frombuffer(memory, dtype=self.dtype)
         view = memoryview(memory)

@@ -19,17 +19,37 @@ from moexp.target.experts import ExpertKey, ExpertWeights
 class Plan:
     """How an expert comes in: `pieces` can move in any order and at once; their meaning is the source's own.
 
-    `gate_up` and `down` are the matrices' places in the slot, in elements, `bias` that of the biases, if there are any;
+    `gate_up` and `down` are the matrices' offsets in the slot, in elements, `bias` that of the biases or None;
     `moved_bytes` is asked of the device.
     """
 
     pieces: tuple[Any, ...]
     moved_bytes: int
-    gate_up: int
-    down: int
     width: int
     hidden: int
+    gate_up: int
+    down: int
     bias: int | None = None
+
+
+@dataclass(frozen=True)
+class StoreOptions:
+    """How experts are moved.
+
+    Attributes:
+        io_threads: pieces under way at once; under a pacer, its concurrency instead.
+        prefetch_threads: of these, how many may be busy with prefetches; None: a quarter (all under a pacer). A demand
+            waits for whatever the device has begun: with all eight at it, a drafting step took 1.4 times as long.
+        pacer: delays each piece to the time at which an emulated link would have delivered it.
+        clock: the time that stalls are measured in, and pacing is done by (for tests).
+        poison: fill freed slots with NaN, so that a use after release shows (for tests).
+    """
+
+    io_threads: int = 8
+    prefetch_threads: int | None = None
+    pacer: Pacer | None = None
+    clock: Clock = CLOCK
+    poison: bool = False
 
 
 class Source(Protocol):
@@ -43,7 +63,7 @@ class Source(Protocol):
         """Bring one piece into the transfer's slot."""
 
     def finish(self, transfer: Transfer) -> None:
-        """All pieces are in: put the expert in its final form."""
+        """All pieces are in: bring the expert into its final form."""
 
     def close(self) -> None: ...
 
@@ -52,20 +72,18 @@ class Transfer:
     """One expert on its way into a slot, and in it.
 
     Attributes:
-        owner: whoever keeps account of it; `key` is its key.
-        unstarted: pieces that no worker has taken yet; pending: pieces not in yet.
+        unstarted: pieces that no worker has begun; pending: pieces not in yet.
         error: why it failed, once it has landed.
         weights: views of the slot, after `view`.
         waiting: where the transfer is to be announced when it lands.
     """
 
-    __slots__ = ("error", "key", "owner", "pending", "plan", "slot", "unstarted", "waiting", "weights")
+    __slots__ = ("error", "key", "pending", "plan", "slot", "unstarted", "waiting", "weights")
 
     weights: ExpertWeights
 
-    def __init__(self, owner: Any, plan: Plan, slot: Slot) -> None:
-        self.owner = owner
-        self.key: ExpertKey = owner.key
+    def __init__(self, key: ExpertKey, plan: Plan, slot: Slot) -> None:
+        self.key = key
         self.plan = plan
         self.slot = slot
         self.unstarted = set(range(len(plan.pieces)))
@@ -76,24 +94,7 @@ class Transfer:
     def view(self) -> None:
         """Make `weights` of what is in the slot."""
         plan = self.plan
-        self.weights = self.slot.weights(plan.gate_up, plan.down, plan.width, plan.hidden, plan.bias)
-
-
-class Transport(Protocol):
-    """What a store needs from the pool (tests put their own in its place).
-
-    `landed` receives every started transfer once, complete or with its `error`.
-    """
-
-    landed: SimpleQueue[Transfer]
-
-    def start(self, transfers: Iterable[Transfer], urgent: bool) -> None: ...
-
-    def promote(self, transfers: Iterable[Transfer]) -> None: ...
-
-    def cancel(self, transfer: Transfer) -> bool: ...
-
-    def close(self, wait: bool = True) -> None: ...
+        self.weights = self.slot.weights(plan.width, plan.hidden, plan.gate_up, plan.down, plan.bias)
 
 
 class TransferPool:
@@ -104,32 +105,26 @@ class TransferPool:
 
     Args:
         source: does the moving.
-        threads: how many pieces are under way at once; under a pacer, its concurrency instead.
-        pacer: delays each piece to the time at which an emulated link would have delivered it.
-        background: how many of these may be pieces that are not urgent, so that an urgent one does not find the device
-            busy with all the others; None: no limit.
-        clock: the time that the pacer's delays are in.
+        options: threads and pacing.
+
+    Attributes:
+        landed: receives every started transfer once, complete or with its `error`.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        threads: int,
-        pacer: Pacer | None = None,
-        background: int | None = None,
-        clock: Clock = CLOCK,
-    ) -> None:
-        threads = pacer.concurrency if pacer else threads
+    def __init__(self, source: Source, options: StoreOptions) -> None:
+        pacer = options.pacer
+        threads = pacer.concurrency if pacer else options.io_threads
+        background = options.prefetch_threads or (threads if pacer else max(1, threads // 4))
         self.landed: SimpleQueue[Transfer] = SimpleQueue()
         self._source = source
         self._pacer = pacer
-        self._clock = clock
+        self._clock = options.clock
         self._lock = threading.Lock()
         self._urgent: deque[tuple[Transfer, int]] = deque()
         self._queued: list[tuple[int, int, Transfer, int]] = []  # heap of (layer, running number, transfer, piece)
         self._running_number = 0
         self._background_now = 0
-        self._background_limit = min(background or threads, threads)
+        self._background_limit = min(background, threads)
         # A token a piece wakes one worker; a SimpleQueue does in C what a condition variable does in Python.
         self._tokens: SimpleQueue[None] = SimpleQueue()
         self._closing = threading.Event()

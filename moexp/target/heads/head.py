@@ -12,7 +12,7 @@ what it reads of the target, V target vocabulary, D draft vocabulary.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -126,7 +126,7 @@ class RMSNorm(nn.Module):
 
 
 class HeadCache:
-    """A growing cache for drafting, [B, heads, capacity, width]; `rollback` and `compact` forget pairs in place."""
+    """A growing cache for drafting, [B, heads, capacity, width]; `rollback` forgets pairs in place."""
 
     def __init__(self, capacity: int = 512) -> None:
         self.capacity, self.length = capacity, 0
@@ -145,15 +145,6 @@ class HeadCache:
         """Forget all pairs from `length` on."""
         assert 0 <= length <= self.length, (length, self.length)
         self.length = length
-
-    def compact(self, start: int, pairs: Sequence[int]) -> None:
-        """Of the pairs from `start` on, keep those with the absolute indices `pairs`, in that order."""
-        assert all(start <= pair < self.length for pair in pairs), (start, pairs, self.length)
-        indices = torch.tensor(pairs, dtype=torch.long)
-        for tensor in (self._keys, self._values):
-            if tensor is not None and len(pairs):
-                tensor[:, :, start : start + len(pairs)] = tensor[:, :, indices.to(tensor.device)]
-        self.rollback(start + len(pairs))
 
     def _write(self, store: Tensor | None, new: Tensor, start: int) -> Tensor:
         if store is None or store.shape[2] < self.capacity or store.shape[0] != new.shape[0]:
