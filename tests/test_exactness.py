@@ -81,13 +81,13 @@ PREFETCH = ("inline", "no-prefetch", "when-kept")
 
 
 def combinations():
-    """Every method with every store and prefetch setting; of each pair, three of four settings are in the slow
+    """Every method with every store and prefetch setting; of each pair, two of three settings are in the slow
     suite.
     """
     for i, method in enumerate(METHODS):
         for j, store in enumerate(STORES):
             for prefetch in PREFETCH:
-                marks = () if prefetch == PREFETCH[(i + j) % 4] else pytest.mark.slow
+                marks = () if prefetch == PREFETCH[(i + j) % len(PREFETCH)] else pytest.mark.slow
                 name = f"{method.label.replace(' ', '-')}-{store}-{prefetch}"
                 yield pytest.param(method, store, prefetch, id=name, marks=marks)
 

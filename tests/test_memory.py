@@ -28,7 +28,7 @@ from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.engine.engine import Engine
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.store.opening import open_store
-from moexp.runtime.verifiers.chain import Sampling
+from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.load import load_target
 import torch, transformers.models.glm4_moe.modeling_glm4_moe
 
