@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from moexp.sim.costs import ComputeCosts
-from moexp.sim.link import LinkModel
-from moexp.sim.machine import MachineModel
-from moexp.sim.walk import Cycle, key_table, routed_step
+from moexp.sim.machine.costs import ComputeCosts
+from moexp.sim.machine.link import LinkModel
+from moexp.sim.machine.machine import MachineModel
+from moexp.sim.machine.cycles import Cycle, key_table, routed_step
 
 LAYERS, EXPERTS, TOP_K = (1, 2, 3), 8, 3
 TABLE = key_table(LAYERS, EXPERTS)

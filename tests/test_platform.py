@@ -21,12 +21,12 @@ from moexp.config import locations
 from moexp.config.recipe import list_recipes, load_recipe
 from moexp.data.traces import RoutingGeometry
 from moexp.papers import load_paper
-from moexp.sim.adapt import load_simulated
-from moexp.sim.geometry import GEOMETRIES, PRECISIONS, Geometry, find_geometry
-from moexp.sim.hardware import ComputeSection
-from moexp.sim.platform import THIS_MACHINE, SimPlatform, find_platform, list_platforms, load_platform, machine_file
-from moexp.sim.simulate import simulate
-from moexp.sim.walk import Cycle, key_table, routed_step
+from moexp.sim.platforms.simulated import load_simulated
+from moexp.sim.platforms.geometry import PUBLISHED_MODELS, PRECISIONS, Geometry, find_geometry
+from moexp.sim.platforms.platform import ComputeSection
+from moexp.sim.platforms.files import THIS_MACHINE, SimPlatform, find_platform, list_platforms, load_platform, machine_file
+from moexp.sim.machine.run import simulate
+from moexp.sim.machine.cycles import Cycle, key_table, routed_step
 from moexp.target.spec import MoESpec
 
 SHIPPED = {"8xh200", "cg", "mn"}
@@ -239,7 +239,7 @@ def test_formulas_are_arithmetic_and_nothing_else():
 
 
 def test_neither_platforms_nor_geometries_import_torch():
-    script = "import sys, moexp.sim.platform as p; p.list_platforms(); sys.exit('torch' in sys.modules)"
+    script = "import sys, moexp.sim.platforms.files as p; p.list_platforms(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent.parent).returncode == 0
 
 
@@ -336,7 +336,7 @@ def test_precisions_count_their_scales():
         "fp32": 4.0, "bf16": 2.0, "fp8": 1 + 4 / 16384, "q4_0": 0.5625, "mxfp4": 0.53125,
     }  # fmt: skip
     with pytest.raises(MoexpError, match="unknown precision 'int3'.*q4_0"):
-        GEOMETRIES[DS].expert_bytes("int3")
+        PUBLISHED_MODELS[DS].expert_bytes("int3")
     with pytest.raises(MoexpError, match=f"no geometry of 'gpt-2'.*{DS}"):
         find_geometry("gpt-2")
 
@@ -359,8 +359,8 @@ def test_checkpoints_weigh_what_their_shard_index_says(name: str, published_byte
 
 
 def test_each_repository_belongs_to_one_shape():
-    ids = [hub_id for geometry in GEOMETRIES.values() for hub_id in geometry.hub_ids]
-    assert len(ids) == len(set(ids)) and all(geometry.hub_ids for geometry in GEOMETRIES.values())
+    ids = [hub_id for geometry in PUBLISHED_MODELS.values() for hub_id in geometry.hub_ids]
+    assert len(ids) == len(set(ids)) and all(geometry.hub_ids for geometry in PUBLISHED_MODELS.values())
 
 
 def test_a_tokens_keys_and_values():
@@ -438,7 +438,7 @@ def test_calibrate_keeps_the_file_it_has_on_a_full_disk(built: Path, small: None
 
 def test_calibrate_says_where_o_direct_is_refused(built: Path, tmp_path: Path, monkeypatch):
     from moexp.runtime.store import disk
-    from moexp.sim.calibrate import calibrate
+    from moexp.sim.calibration.calibrate import calibrate
 
     monkeypatch.setattr(disk, "_open_direct", lambda path, flags: None)
     with pytest.warns(RuntimeWarning, match="O_DIRECT is refused") as warned:
@@ -455,7 +455,7 @@ def test_calibrate_needs_a_built_target():
 
 
 def test_experts_that_exceed_the_pool_have_stand_ins(tiny_folder):
-    from moexp.sim.stopwatch import resident_store
+    from moexp.sim.calibration.step_timer import resident_store
     from moexp.target.load import load_target
 
     target = load_target(tiny_folder())

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from moexp.base.errors import MoexpError
 from moexp.runtime.store.policies import POLICIES, make_policy
-from moexp.sim.cold import ColdMachine, open_machine
-from moexp.sim.link import Flight, LinkModel, VirtualLink
-from moexp.sim.machine import Machine
-from moexp.sim.simulate import CACHES, simulate
-from moexp.sim.walk import Cycle, Step, demand_step
+from moexp.sim.machine.cold import ColdMachine, open_machine
+from moexp.sim.machine.link import Flight, LinkModel, VirtualLink
+from moexp.sim.machine.machine import Machine
+from moexp.sim.machine.run import CACHES, simulate
+from moexp.sim.machine.cycles import Cycle, Step, demand_step
 from tests.sim_cases import BYTES, ar_cycles, costs, links, machine, spec_cycles
 
 few = settings(max_examples=40)

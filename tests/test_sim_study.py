@@ -27,19 +27,19 @@ from moexp.records import RecordWriter, RequestRecord, StepRecord
 from moexp.runtime.opening import traced_demands
 from moexp.runtime.recording.files import RecordedPass, RecordingInfo
 from moexp.runtime.recording.recorder import Recorder
-from moexp.sim.adapt import Simulated, on_platform
-from moexp.sim.blocks import Setting
-from moexp.sim.costs import ComputeCosts
-from moexp.sim.fit import fit_steps, link_of
-from moexp.sim.link import LinkModel
-from moexp.sim.machine import MachineModel
-from moexp.sim.replay import replay
-from moexp.sim.simulate import simulate
-from moexp.sim.sources import Source, open_source
-from moexp.sim.study import study, write_study
-from moexp.sim.sweep_file import load_sweep, parts_of
-from moexp.sim.traces import traced_blocks
-from moexp.sim.validate import COLUMNS, machine_of, resident_fit, validate
+from moexp.sim.platforms.simulated import Simulated, on_platform
+from moexp.sim.routing.blocks import Setting
+from moexp.sim.machine.costs import ComputeCosts
+from moexp.sim.validation.fit import fit_steps, link_of
+from moexp.sim.machine.link import LinkModel
+from moexp.sim.machine.machine import MachineModel
+from moexp.sim.validation.replay import replay
+from moexp.sim.machine.run import simulate
+from moexp.sim.routing.sources import Source, open_source
+from moexp.sim.studies.study import study, write_study
+from moexp.sim.studies.sweep_file import load_sweep, parts_of
+from moexp.sim.routing.traced import traced_blocks
+from moexp.sim.validation.validate import COLUMNS, machine_of, resident_fit, validate
 from moexp.tables.core.table import to_csv
 from moexp.tables.draftexpert.index import build_tables
 
@@ -365,12 +365,12 @@ def test_shipped_sweeps_can_be_read_and_are_no_recipes():
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_killed_sweep_goes_on(run: Path, tmp_path: Path, workers):
     """SIGKILL with some parts done: they are not simulated again, and the result is that of a whole run."""
-    pytest.importorskip("moexp.sim.platform")
+    pytest.importorskip("moexp.sim.platforms.files")
     path = sweep_file(tmp_path, recording=run / "resident", platform="cg", workers=workers)
     code = (
         "import sys, time, pathlib\n"
         "from moexp.sim import sweep\n"
-        "from moexp.sim.sweep_file import load_sweep\n"
+        "from moexp.sim.studies.sweep_file import load_sweep\n"
         "write = sweep._write\n"
         "def slowly(place, rows):\n"
         "    write(place, rows)\n"
@@ -424,7 +424,7 @@ def moexp_(*arguments: Any) -> Any:
 
 
 def test_the_command_writes_tables(run: Path, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("moexp.sim.platform")
+    pytest.importorskip("moexp.sim.platforms.files")
     monkeypatch.chdir(tmp_path)
     result = moexp_("--recording", run / "resident", "--platform", "cg")
     assert result.exit_code == 0, result.output
@@ -459,8 +459,8 @@ def test_flags_that_do_not_fit_are_explained(flags, message):
 
 
 def test_a_platform_becomes_a_machine(run: Path):
-    platform_module = pytest.importorskip("moexp.sim.platform")
-    geometry_module = pytest.importorskip("moexp.sim.geometry")
+    platform_module = pytest.importorskip("moexp.sim.platforms.files")
+    geometry_module = pytest.importorskip("moexp.sim.platforms.geometry")
     platform = platform_module.load_platform("cg")
     geometry = geometry_module.find_geometry(platform.model)
     recorded = RoutingGeometry(tuple(range(1, 1 + geometry.moe_layers)), geometry.experts, geometry.top_k)
