@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from moexp import metrics
 from moexp.base.errors import MoexpError
+from moexp.base.yamlio import dump_yaml
 from moexp.cli import main as cli
 from moexp.config.recipe import Recipe, load_recipe
 from moexp.papers import load_paper
@@ -27,8 +28,8 @@ from moexp.plan.shape import folder_shape, shape_of
 from moexp.plan.speed import Speed, speeds_of
 from moexp.plan.text import amount, duration
 from moexp.runtime.opening import opened_engine
-from moexp.sim.platforms.geometry import PUBLISHED_MODELS, find_geometry
 from moexp.sim.platforms.files import load_platform, machine_file
+from moexp.sim.platforms.geometry import PUBLISHED_MODELS, find_geometry
 from moexp.target.draft_expert import DraftExperts
 from moexp.target.families import FAMILIES
 from moexp.target.load import load_target
@@ -322,18 +323,21 @@ def test_a_model_that_a_platform_does_not_list_computes_by_the_weights_that_it_u
     (speed,) = speeds(recipe)
     by = find_geometry("OLMoE-1B-7B").active_params / find_geometry(DS).active_params
     assert speed.platform.name == "cg"
-    assert speed.compute_ms == pytest.approx(cg.ar_compute_us(find_geometry(DS)) * by / 1e3)
+    assert speed.compute_ms == pytest.approx(cg.compute.costs(1).step("ar", 1, False).total_s(26, 6) * by * 1e3)
     assert [rate.tokens_per_s for rate in speed.rates][-1] is None  # no paper has its acceptance
 
 
 def calibrated(model: str, **slots: Any) -> None:
     """What `moexp calibrate` would write, with CG's constants."""
     cg = load_platform("cg")
-    changes = {"name": "this-machine", "tag": "measured", "model": model, "given": {}, "checks": {},
-               "slots": cg.slots.model_copy(update=slots)}  # fmt: skip
-    sources = {**cg.sources, **{f"slots.{key}": "store section" for key in slots}}
+    constants = dict(cg.constants()) | {f"slots.{key}": value for key, value in slots.items()}
+    values: dict[str, Any] = {"name": "this-machine", "summary": cg.summary, "tag": "measured", "models": [model]}
+    for key, value in constants.items():
+        section, _, name = key.partition(".")
+        if section not in ("given", "checks"):
+            values.setdefault(section, {})[name] = {"value": value, "source": "calibrated"}
     machine_file().parent.mkdir(parents=True)
-    machine_file().write_text(cg.model_copy(update={**changes, "sources": sources}).to_yaml())
+    machine_file().write_text(dump_yaml(values))
 
 
 def test_this_machine_counts_once_it_is_calibrated_for_the_recipe():

@@ -14,8 +14,8 @@ from moexp.audit import draftexpert, ecospec
 from moexp.audit.lines import Line, only
 from moexp.base.errors import MoexpError
 from moexp.papers import load_paper
-from moexp.sim.platforms.geometry import PUBLISHED_MODELS, ModelGeometry
 from moexp.sim.platforms.files import list_platforms, load_platform, machine_file
+from moexp.sim.platforms.geometry import PUBLISHED_MODELS, ModelGeometry
 from moexp.sim.platforms.platform import SimPlatform
 from moexp.tables.core.tags import PAPER
 

@@ -150,5 +150,10 @@ class SimPlatform(Section):
 
 SECTIONS = ("link", "slots", "compute", "precision", "given", "checks")
 """Sections of constants, in the order of a file."""
-TYPED = {"link": LinkSection, "slots": SlotsSection, "compute": ComputeSection, "precision": PrecisionSection}
+TYPED: dict[str, type[Section]] = {
+    "link": LinkSection,
+    "slots": SlotsSection,
+    "compute": ComputeSection,
+    "precision": PrecisionSection,
+}
 """Those whose keys are fixed."""

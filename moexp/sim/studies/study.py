@@ -27,7 +27,7 @@ COLUMNS = [
 
 
 def settings_of(decode: DecodeSection, longest: int) -> dict[str, Setting]:
-    """Settings to simulate beside AR: the longest block, and the recipe's truncation, each with and without prefetch."""
+    """Settings to simulate beside AR: the longest block and the recipe's truncation, each with and without prefetch."""
     fixed = Setting(max_draft=longest)
     tuned = Setting(
         min(decode.max_draft, longest),

@@ -49,9 +49,7 @@ class SweepSection(Section):
     model: str | None = None
     """Of those that the platform has constants for; null: its first."""
     max_draft: Grid[Positive] = (4,)
-    policy: Grid[Literal["fixed", "confidence", "confidence-expansion"]] = (
-        "confidence-expansion",
-    )
+    policy: Grid[Literal["fixed", "confidence", "confidence-expansion"]] = ("confidence-expansion",)
     tau: Grid[Share] = (0.5,)
     budget: Grid[NonNegative | Literal["cache"]] = (60,)
     prefetch: Grid[bool] = (True,)
