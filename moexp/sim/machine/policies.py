@@ -71,10 +71,7 @@ class Belady:
     def on_drop(self, key: ExpertKey) -> None:
         self._present.discard(key)
 
-    def begin_cycle(self) -> None:
-        pass
-
-    def victim(self, allowed: Callable[[ExpertKey], bool], resting: bool = False) -> ExpertKey | None:
+    def victim(self, allowed: Callable[[ExpertKey], bool]) -> ExpertKey | None:
         refused: list[tuple[int, ExpertKey]] = []
         victim = None
         while self._heap:
