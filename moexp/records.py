@@ -95,8 +95,8 @@ class ProbeRecord:
     """A short measurement of the machine between two requests of a run (or two turns), on text of its own.
 
     place: requests of the run that were complete before it. kind: of a step, or "burst". took_s: all of it.
-    parts: of a step, seconds by part (`moexp.sim.stopwatch.StepTimes`), with `experts` and `rows`; of a burst, the
-    number of experts asked for at once -> seconds until all were there.
+    parts: of a step, seconds by part (`moexp.sim.calibration.step_timer.StepTimes`), with `experts` and `rows`; of a
+    burst, the number of experts asked for at once -> seconds until all were there.
     """
 
     place: int

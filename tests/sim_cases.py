@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import strategies as st
 
-from moexp.sim.costs import ComputeCosts
-from moexp.sim.link import LinkModel
-from moexp.sim.machine import MachineModel
-from moexp.sim.walk import Cycle, key_table, routed_step
+from moexp.runtime.store.counters import Phase
+from moexp.sim.machine.costs import ComputeCosts
+from moexp.sim.machine.cycles import Cycle, Keys, Step, key_table, routed_step
+from moexp.sim.machine.link import LinkModel
+from moexp.sim.machine.machine import MachineModel
 
 LAYERS, EXPERTS, TOP_K = (1, 2, 3), 8, 3
 TABLE = key_table(LAYERS, EXPERTS)
@@ -40,6 +41,11 @@ costs = st.builds(
 def machine(link: LinkModel | None = None, capacity: int | None = None, **changes: float) -> MachineModel:
     """A machine that computes in no time unless told otherwise."""
     return MachineModel(link or LinkModel(1e6), ComputeCosts(**changes), BYTES, capacity)  # type: ignore[arg-type]
+
+
+def demand_step(phase: Phase, demands: list[Keys], beyond: list[Keys] | None = None) -> Step:
+    """A step of one row that demands just these keys, by layer."""
+    return Step(phase, 1, False, max(map(len, demands)), demands, beyond)
 
 
 def routing(rng: np.random.Generator, rows: int) -> np.ndarray:

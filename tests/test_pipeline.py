@@ -290,7 +290,9 @@ def test_reproduce_goes_on_to_the_other_paper_where_its_tables_are_named(home: P
 
 def test_reproduce_simulates_what_was_recorded(home: Path, no_tables: list[Any], monkeypatch):
     calls: list[Any] = []
-    monkeypatch.setattr("moexp.sim.calibrate.calibrate_stage", lambda recipe, console: calls.append("calibrate"))
+    monkeypatch.setattr(
+        "moexp.sim.calibration.calibrate.calibrate_stage", lambda recipe, console: calls.append("calibrate")
+    )
 
     def simulated(recipe: object, flags: Simulation) -> list[Path]:
         calls.append(flags)

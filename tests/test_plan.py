@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from moexp import metrics
 from moexp.base.errors import MoexpError
+from moexp.base.yamlio import dump_yaml
 from moexp.cli import main as cli
 from moexp.config.recipe import Recipe, load_recipe
 from moexp.papers import load_paper
@@ -27,8 +28,8 @@ from moexp.plan.shape import folder_shape, shape_of
 from moexp.plan.speed import Speed, speeds_of
 from moexp.plan.text import amount, duration
 from moexp.runtime.opening import opened_engine
-from moexp.sim.geometry import GEOMETRIES, find_geometry
-from moexp.sim.platform import load_platform, machine_file
+from moexp.sim.platforms.files import load_platform, machine_file
+from moexp.sim.platforms.geometry import PUBLISHED_MODELS, find_geometry
 from moexp.target.draft_expert import DraftExperts
 from moexp.target.families import FAMILIES
 from moexp.target.load import load_target
@@ -139,7 +140,7 @@ def test_memory_of_deepseek_v2_lite_by_store():
     assert decoding_parts(shallow, recipe)[-1].size == 64 * expert  # the experts of a prompt's rows in one layer
     assert ("draft experts", "GPU") not in parts("decode.drafter=top-r")
     disk = parts("store.kind=disk")
-    assert disk["packed copies", "host"] == 2 * GEOMETRIES[DS].resident_params + 26 * expert
+    assert disk["packed copies", "host"] == 2 * PUBLISHED_MODELS[DS].resident_params + 26 * expert
     assert ("packed copies", "host") not in parts("device=cpu", "target.dtype=float32")
     assert all(place == "host" for _, place in disk) and ("routed experts", "host") not in disk
     resident = parts("store.kind=resident")
@@ -164,7 +165,7 @@ def test_disk_and_training_hold_the_whole_target():
     recipe = load_recipe("ds-v2-lite")
     shape = shape_of(recipe)
     checkpoint, drafts = disk_parts(shape, recipe)
-    assert checkpoint.size == GEOMETRIES[DS].checkpoint_bytes() and drafts.size == 4 * 26 * 3 * 2048 * 1408
+    assert checkpoint.size == PUBLISHED_MODELS[DS].checkpoint_bytes() and drafts.size == 4 * 26 * 3 * 2048 * 1408
     assert training_bytes(shape, recipe)[0] == checkpoint.size + 16 * 26 * 3 * 2048 * 1408
     head = load_recipe("deepseek-v3.1")
     assert training_bytes(shape_of(head), head)[0] == pytest.approx(2 * 671e9, rel=1e-3)  # in bf16, without its MTP
@@ -322,18 +323,21 @@ def test_a_model_that_a_platform_does_not_list_computes_by_the_weights_that_it_u
     (speed,) = speeds(recipe)
     by = find_geometry("OLMoE-1B-7B").active_params / find_geometry(DS).active_params
     assert speed.platform.name == "cg"
-    assert speed.compute_ms == pytest.approx(cg.ar_compute_us(find_geometry(DS)) * by / 1e3)
+    assert speed.compute_ms == pytest.approx(cg.compute.costs(1).step("ar", 1, False).total_s(26, 6) * by * 1e3)
     assert [rate.tokens_per_s for rate in speed.rates][-1] is None  # no paper has its acceptance
 
 
 def calibrated(model: str, **slots: Any) -> None:
     """What `moexp calibrate` would write, with CG's constants."""
     cg = load_platform("cg")
-    changes = {"name": "this-machine", "tag": "measured", "model": model, "given": {}, "checks": {},
-               "slots": cg.slots.model_copy(update=slots)}  # fmt: skip
-    sources = {**cg.sources, **{f"slots.{key}": "store section" for key in slots}}
+    constants = dict(cg.constants()) | {f"slots.{key}": value for key, value in slots.items()}
+    values: dict[str, Any] = {"name": "this-machine", "summary": cg.summary, "tag": "measured", "models": [model]}
+    for key, value in constants.items():
+        section, _, name = key.partition(".")
+        if section not in ("given", "checks"):
+            values.setdefault(section, {})[name] = {"value": value, "source": "calibrated"}
     machine_file().parent.mkdir(parents=True)
-    machine_file().write_text(cg.model_copy(update={**changes, "sources": sources}).to_yaml())
+    machine_file().write_text(dump_yaml(values))
 
 
 def test_this_machine_counts_once_it_is_calibrated_for_the_recipe():
@@ -356,7 +360,7 @@ def test_a_machine_calibrated_for_another_target_gives_its_link_alone():
 
 
 def test_what_a_platform_keeps_is_not_loaded():
-    pool = GEOMETRIES[DS].pool_bytes()
+    pool = PUBLISHED_MODELS[DS].pool_bytes()
     calibrated("ds-v2-lite", bytes=pool // 4, policy="lru")
     recipe = load_recipe("ds-v2-lite")
     (speed,), (cold,) = speeds(recipe, "this-machine"), speeds(recipe, "cg")

@@ -21,12 +21,12 @@ from moexp.config import locations
 from moexp.config.recipe import list_recipes, load_recipe
 from moexp.data.traces import RoutingGeometry
 from moexp.papers import load_paper
-from moexp.sim.adapt import load_simulated
-from moexp.sim.geometry import GEOMETRIES, PRECISIONS, Geometry, find_geometry
-from moexp.sim.hardware import ComputeSection
-from moexp.sim.platform import THIS_MACHINE, SimPlatform, find_platform, list_platforms, load_platform, machine_file
-from moexp.sim.simulate import simulate
-from moexp.sim.walk import Cycle, key_table, routed_step
+from moexp.sim.machine.cycles import Cycle, key_table, routed_step
+from moexp.sim.machine.run import simulate
+from moexp.sim.platforms.files import THIS_MACHINE, find_platform, list_platforms, load_platform, machine_file
+from moexp.sim.platforms.geometry import PRECISIONS, PUBLISHED_MODELS, ModelGeometry, find_geometry, grouped_attention
+from moexp.sim.platforms.platform import SimPlatform
+from moexp.sim.platforms.simulated import load_simulated
 from moexp.target.spec import MoESpec
 
 SHIPPED = {"8xh200", "cg", "mn"}
@@ -46,6 +46,39 @@ def edited(folder: Path, change: Any, name: str = "cg") -> Path:
     path = folder / "mine.yaml"
     path.write_text(dump_yaml(said))
     return path
+
+
+def compute_us(platform: SimPlatform, geometry: ModelGeometry, experts: float) -> float:
+    """An AR step without loading that computes so many experts a layer."""
+    costs = platform.compute.costs(geometry.dense_layers)
+    return costs.step("ar", 1, False).total_s(geometry.moe_layers, experts) * 1e6
+
+
+def ar_compute_us(platform: SimPlatform, geometry: ModelGeometry) -> float:
+    return compute_us(platform, geometry, geometry.top_k)
+
+
+def ar_load_us(platform: SimPlatform, geometry: ModelGeometry) -> float:
+    return platform.link.load_us(geometry.experts_per_token, platform.expert_bytes(geometry))
+
+
+def of_spec(spec: MoESpec) -> ModelGeometry:
+    width = spec.hidden_size // spec.num_heads
+    return ModelGeometry(
+        name=spec.model_type,
+        layers=spec.num_layers,
+        moe_layers=len(spec.moe_layers),
+        hidden=spec.hidden_size,
+        experts=spec.num_experts,
+        top_k=spec.top_k,
+        shared_experts=spec.num_shared,
+        expert_width=spec.expert_width,
+        attention=grouped_attention(spec.hidden_size, heads=spec.num_heads, kv_heads=spec.num_kv_heads, width=width),
+        dense_width=0,
+        vocab=spec.vocab_size,
+        source="a spec",
+        precision="fp32",
+    )
 
 
 # --- shipped platforms ---
@@ -68,18 +101,10 @@ def test_every_constant_of_a_shipped_platform_has_a_source(name: str, model: str
     assert (platform.name, platform.model) == (name, model)
 
 
-@pytest.mark.parametrize(("name", "model"), LOADED)
-def test_a_platform_that_is_written_out_loads_as_the_same(name: str, model: str, tmp_path: Path):
-    platform = load_platform(name, model)
-    path = tmp_path / f"{name}.yaml"
-    path.write_text(platform.to_yaml())
-    assert load_platform(path) == platform
-
-
 @pytest.mark.parametrize("model", [model for name, model in LOADED if name == "8xh200"])
 def test_the_parts_of_an_h200_step_add_up_to_the_reported_ar_rate(model: str):
     platform, geometry = load_platform("8xh200", model), find_geometry(model)
-    step_us = platform.ar_compute_us(geometry) + platform.ar_load_us(geometry)
+    step_us = ar_compute_us(platform, geometry) + ar_load_us(platform, geometry)
     assert 1e6 / step_us == pytest.approx(platform.checks["ar_tokens_per_s"], rel=1e-9)
 
 
@@ -110,7 +135,7 @@ def test_cg_carries_what_the_papers_ar_rate_and_draft_speedup_imply():
     assert cg.link.peak_gb_s == pytest.approx(31.5, abs=0.05)
     assert cg.checks["least_gb_s"] == pytest.approx(moved / step_s / 1e9) == pytest.approx(5.91, abs=0.01)
     assert cg.given["ar_load_us"] / cg.given["exposed_us"] == pytest.approx(cg_ratio().value)
-    assert cg.ar_load_us(find_geometry(DS)) == pytest.approx(cg.given["ar_load_us"])
+    assert ar_load_us(cg, find_geometry(DS)) == pytest.approx(cg.given["ar_load_us"])
     assert load_platform("cg", ML).link == cg.link  # the link belongs to the platform, whatever runs on it
 
 
@@ -131,9 +156,9 @@ def test_mn_needs_more_than_its_flash_carries():
     assert 1.5 * mn.link.peak_gb_s < mn.link.bandwidth_gb_s < 2 * mn.link.peak_gb_s
     assert mn.checks["cached_share_apart"] == pytest.approx(0.78, abs=0.005)
     assert mn.checks["cached_share_overlapped"] == pytest.approx(0.44, abs=0.005)
-    assert 1e6 / mn.ar_compute_us(geometry) == pytest.approx(resident)
-    added_us = mn.ar_load_us(geometry) - hidden_us
-    assert added_us / mn.ar_compute_us(geometry) == pytest.approx(mn_ratio().value)
+    assert 1e6 / ar_compute_us(mn, geometry) == pytest.approx(resident)
+    added_us = ar_load_us(mn, geometry) - hidden_us
+    assert added_us / ar_compute_us(mn, geometry) == pytest.approx(mn_ratio().value)
 
 
 @pytest.mark.parametrize("name", ["cg", "mn"])
@@ -141,12 +166,13 @@ def test_mn_needs_more_than_its_flash_carries():
 def test_draft_experts_cost_what_table_3_adds_for_them(name: str, model: str):
     rows = [row for row in load_paper("draftexpert").table(3).rows if row["platform"] == name.upper()]
     platform, geometry = load_platform(name, model), find_geometry(model)
-    transfer_us = platform.transfer_us(platform.expert_bytes(geometry))
+    transfer_us = platform.link.load_us(1, platform.expert_bytes(geometry))
 
     def four_tokens_us(drafter: str, draft_expert_us: float) -> float:
         unique = cell(rows, "unique_draft", target=model, drafter=drafter)
-        beside_us = platform.compute.shared_us(1) + draft_expert_us  # what a layer's loading hides
-        apart_us = platform.compute_us(geometry, 1, 1) - geometry.moe_layers * platform.compute.shared_us(1)
+        shared_us = platform.compute.shared_us_per_layer
+        beside_us = shared_us + draft_expert_us  # what a layer's loading hides
+        apart_us = compute_us(platform, geometry, 1) - geometry.moe_layers * shared_us
         return 4 * apart_us + unique * max(transfer_us, beside_us) + (4 * geometry.moe_layers - unique) * beside_us
 
     assert platform.compute.draft_expert_us is not None
@@ -158,11 +184,11 @@ def test_draft_experts_cost_what_table_3_adds_for_them(name: str, model: str):
 def test_h200_gives_ecospecs_steps_and_nearly_the_one_it_was_not_fitted_to(model: str, off: float):
     rows = [row for row in load_paper("ecospec").table(3).rows if row["target"] == model]
     platform, geometry = load_platform("8xh200", model), find_geometry(model)
-    transfer_us = platform.transfer_us(platform.expert_bytes(geometry))
+    transfer_us = platform.link.load_us(1, platform.expert_bytes(geometry))
 
     def step_s(experts: float) -> float:
         loading_us = geometry.moe_layers * experts * transfer_us
-        return (platform.compute_us(geometry, 1, experts) + loading_us) / 1e6
+        return (compute_us(platform, geometry, experts) + loading_us) / 1e6
 
     for row in rows:
         measured = row.get("verify_s", row["step_s"])
@@ -220,14 +246,6 @@ def test_a_mistake_in_a_file_is_one_error_that_names_it(change: Any, message: st
     assert str(path) in str(caught.value)
 
 
-def test_a_platform_made_in_python_needs_sources_too():
-    platform = load_platform("cg")
-    values = platform.model_dump()
-    del values["sources"]["link.latency_us"]
-    with pytest.raises(ValueError, match="a source for link.latency_us"):
-        SimPlatform(**values)
-
-
 def test_formulas_are_arithmetic_and_nothing_else():
     assert evaluate("-2 ** 2 + max(a.b, 3) / 4 - 1e-1", {"a.b": 6.0}.__getitem__) == pytest.approx(-4 + 1.5 - 0.1)
     assert names_in("a.b * (c + a.b) / max(d, 1)") == ["a.b", "c", "d"]
@@ -239,7 +257,7 @@ def test_formulas_are_arithmetic_and_nothing_else():
 
 
 def test_neither_platforms_nor_geometries_import_torch():
-    script = "import sys, moexp.sim.platform as p; p.list_platforms(); sys.exit('torch' in sys.modules)"
+    script = "import sys, moexp.sim.platforms.files as p; p.list_platforms(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent.parent).returncode == 0
 
 
@@ -248,27 +266,21 @@ def test_neither_platforms_nor_geometries_import_torch():
 
 def test_costs_are_of_the_first_row_and_of_each_further_one():
     compute = load_platform("cg").compute.model_copy(update={"block_rows": 8})
-    assert isinstance(compute, ComputeSection)
-    assert compute.attention_us(1) == compute.attention_us_per_layer
-    assert compute.routed_us(3) == compute.routed_us_per_expert + 2 * compute.routed_us_per_token
-    assert [compute.padded(rows) for rows in (1, 8, 9)] == [8, 8, 16]
-
-
-def test_transfers_share_the_link_and_one_alone_may_not_fill_it():
-    platform = load_platform("cg")
-    link = platform.link.model_copy(update={"bandwidth_gb_s": 2.0, "alone_gb_s": 1.0, "latency_us": 5.0})
-    platform = platform.model_copy(update={"link": link})
-    assert platform.transfer_us(1e6) == pytest.approx(5 + 1000)
-    assert platform.transfer_us(1e6, sharing=2) == pytest.approx(5 + 1000)
-    assert platform.transfer_us(1e6, sharing=4) == pytest.approx(5 + 2000)
+    costs = compute.costs(0)
+    draft, padded = costs.step("draft", 3, False), costs.step("verify", 3, False)
+    first_us, row_us = compute.attention_us_per_layer, compute.attention_us_per_token
+    assert draft.lead_s == pytest.approx((first_us + 2 * row_us + compute.router_us) * 1e-6)
+    assert padded.lead_s == pytest.approx((first_us + 7 * row_us + compute.router_us) * 1e-6)
+    expert_us = compute.routed_us_per_expert + 2 * compute.routed_us_per_token
+    assert draft.union_s(4, 12) == pytest.approx(expert_us * 1e-6)
+    assert [costs.step("verify", rows, False) == padded for rows in (1, 8, 9)] == [True, True, False]
 
 
 def test_slots_are_bytes_or_a_share_of_all_experts():
-    platform, geometry = load_platform("mn"), find_geometry(DS)
-    assert platform.slot_bytes(geometry) is None
-    slots = platform.slots.model_copy(update={"fraction": 0.25})
-    held = platform.model_copy(update={"slots": slots}).slot_bytes(geometry)
-    assert held == pytest.approx(geometry.routed_params * 18 / 32 / 4, rel=1e-6)
+    slots, size = load_platform("mn").slots, 1000
+    assert slots.experts(64, size) is None
+    assert slots.model_copy(update={"fraction": 0.25}).experts(64, size) == 16
+    assert slots.model_copy(update={"bytes": 5_500}).experts(64, size) == 5
 
 
 # --- geometry ---
@@ -325,18 +337,12 @@ def test_ecospecs_constant_for_gpt_oss_is_all_its_weights_at_four_bits():
     assert geometry.resident_bytes() / 1e9 == pytest.approx(3.1, abs=0.05)  # the checkpoint keeps them in bf16
 
 
-def test_traffic_follows_from_the_geometry():
-    geometry = find_geometry("DeepSeek-V3.1")
-    traffic = geometry.traffic()
-    assert traffic.step_bytes(8) == geometry.resident_bytes() + geometry.experts_per_token * geometry.expert_bytes()
-
-
 def test_precisions_count_their_scales():
     assert {name: precision.bytes_per_weight for name, precision in PRECISIONS.items()} == {
         "fp32": 4.0, "bf16": 2.0, "fp8": 1 + 4 / 16384, "q4_0": 0.5625, "mxfp4": 0.53125,
     }  # fmt: skip
     with pytest.raises(MoexpError, match="unknown precision 'int3'.*q4_0"):
-        GEOMETRIES[DS].expert_bytes("int3")
+        PUBLISHED_MODELS[DS].expert_bytes("int3")
     with pytest.raises(MoexpError, match=f"no geometry of 'gpt-2'.*{DS}"):
         find_geometry("gpt-2")
 
@@ -359,22 +365,13 @@ def test_checkpoints_weigh_what_their_shard_index_says(name: str, published_byte
 
 
 def test_each_repository_belongs_to_one_shape():
-    ids = [hub_id for geometry in GEOMETRIES.values() for hub_id in geometry.hub_ids]
-    assert len(ids) == len(set(ids)) and all(geometry.hub_ids for geometry in GEOMETRIES.values())
+    ids = [hub_id for geometry in PUBLISHED_MODELS.values() for hub_id in geometry.hub_ids]
+    assert len(ids) == len(set(ids)) and all(geometry.hub_ids for geometry in PUBLISHED_MODELS.values())
 
 
 def test_a_tokens_keys_and_values():
     assert find_geometry(DS).kv_bytes(1) == 27 * 2 * 16 * (128 + 64) * 2  # expanded latents
     assert find_geometry("Qwen3-30B-A3B").kv_bytes(1000) == 1000 * 48 * 2 * 4 * 128 * 2
-
-
-def test_a_built_targets_geometry_comes_from_its_spec():
-    spec = MoESpec("glm4_moe", 64, 4, (1, 2, 3), 16, 4, 1, 32, 256, 4096, 4, 2)
-    geometry = Geometry.from_spec(spec, precision="fp32")
-    assert (geometry.moe_layers, geometry.dense_layers, geometry.experts_per_token) == (3, 1, 12)
-    assert geometry.expert_bytes() == 3 * 64 * 32 * 4
-    assert geometry.attention_params == 2 * 64 * 64 + 2 * 64 * 32
-    assert Geometry.from_spec(spec, attention_params=7, dense_width=9).dense_params == 3 * 64 * 9
 
 
 # --- this machine ---
@@ -397,7 +394,7 @@ def built(moexp_home: Path) -> Path:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few and small samples."""
-    from moexp.sim import calibrate
+    from moexp.sim.calibration import calibrate
 
     quick = partial(calibrate.calibrate, rounds=2, repeats=4, sample_bytes=1 << 20)
     monkeypatch.setattr(calibrate, "calibrate", quick)
@@ -417,8 +414,8 @@ def test_calibrate_writes_a_platform_that_loads(built: Path, small: None):
     assert THIS_MACHINE in moexp_("platforms").output
 
     spec = MoESpec("glm4_moe", 64, 3, (1, 2), 8, 2, 1, 32, 256, 4096, 4, 2)
-    geometry = Geometry.from_spec(spec, precision="fp32")
-    assert platform.ar_compute_us(geometry) == pytest.approx(platform.checks["ar_step_us"], rel=0.25)
+    geometry = of_spec(spec)
+    assert compute_us(platform, geometry, geometry.top_k) == pytest.approx(platform.checks["ar_step_us"], rel=0.25)
     assert platform.compute.routed_us_per_expert > 0 and platform.compute.attention_us_per_layer > 0
 
 
@@ -438,13 +435,13 @@ def test_calibrate_keeps_the_file_it_has_on_a_full_disk(built: Path, small: None
 
 def test_calibrate_says_where_o_direct_is_refused(built: Path, tmp_path: Path, monkeypatch):
     from moexp.runtime.store import disk
-    from moexp.sim.calibrate import calibrate
+    from moexp.sim.calibration.calibrate import calibrate
 
     monkeypatch.setattr(disk, "_open_direct", lambda path, flags: None)
     with pytest.warns(RuntimeWarning, match="O_DIRECT is refused") as warned:
         path, platform = calibrate(load_recipe("tiny"), tmp_path, rounds=1, repeats=1, sample_bytes=1 << 16)
     assert len([each for each in warned if "O_DIRECT" in str(each.message)]) == 1
-    assert path == tmp_path / f"{THIS_MACHINE}.yaml"
+    assert path == tmp_path / f"{THIS_MACHINE}.yaml" and load_platform(path) == platform
     assert "buffered" in platform.sources["link.bandwidth_gb_s"]
 
 
@@ -455,7 +452,7 @@ def test_calibrate_needs_a_built_target():
 
 
 def test_experts_that_exceed_the_pool_have_stand_ins(tiny_folder):
-    from moexp.sim.stopwatch import resident_store
+    from moexp.sim.calibration.step_timer import resident_store
     from moexp.target.load import load_target
 
     target = load_target(tiny_folder())

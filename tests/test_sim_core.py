@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 
 from moexp.base.errors import MoexpError
 from moexp.runtime.store.policies import POLICIES, make_policy
-from moexp.sim.cold import ColdMachine, open_machine
-from moexp.sim.link import Flight, LinkModel, VirtualLink
-from moexp.sim.machine import Machine
-from moexp.sim.simulate import CACHES, simulate
-from moexp.sim.walk import Cycle, Step, demand_step
-from tests.sim_cases import BYTES, ar_cycles, costs, links, machine, spec_cycles
+from moexp.sim.machine.cold import ColdLayers
+from moexp.sim.machine.cycles import Cycle, Step
+from moexp.sim.machine.link import Flight, LinkModel, VirtualLink
+from moexp.sim.machine.machine import Machine, open_machine
+from moexp.sim.machine.policies import CACHES
+from moexp.sim.machine.run import simulate
+from moexp.sim.machine.store import VirtualStore
+from tests.sim_cases import BYTES, ar_cycles, costs, demand_step, links, machine, spec_cycles
 
 few = settings(max_examples=40)
 
@@ -117,7 +119,7 @@ def test_the_cold_shortcut_is_the_full_walk(link, compute, seed, speculate):
     model = machine(link)
     model = type(model)(link, compute, BYTES)
     quick, full = open_machine(model, make_policy("none"), cycles), Machine(model, make_policy("none"))
-    assert isinstance(quick, ColdMachine)
+    assert isinstance(quick._store, ColdLayers)
     for fast, slow in zip(quick.run_timed(cycles), full.run_timed(cycles), strict=True):
         assert fast.draft_s == pytest.approx(slow.draft_s) and fast.cycle_s == pytest.approx(slow.cycle_s)
         mine, other = fast.store.as_dict(), slow.store.as_dict()
@@ -174,7 +176,7 @@ def test_nothing_misses_less_than_belady(cache, seed, capacity):
 @given(st.sampled_from(sorted(POLICIES)), links, st.integers(0, 99), st.integers(1, 12), st.booleans())
 def test_policies_respect_the_capacity(cache, link, seed, capacity, prefetch):
     run = Machine(machine(link, capacity), make_policy(cache, {}))
-    assert run._store is not None
+    assert isinstance(run._store, VirtualStore)
     for cycle in spec_cycles(seed, 5, prefetch=prefetch):
         run.run([cycle])
         entries = run._store._residency.entries
@@ -182,18 +184,10 @@ def test_policies_respect_the_capacity(cache, link, seed, capacity, prefetch):
         assert len(entries) <= max(capacity, coming)
 
 
-def test_a_resident_machine_only_computes():
-    model = machine(shared_s=0.5, expert_s=0.25)
-    model = type(model)(model.link, model.costs, BYTES, resident=True)
-    found = simulate([Cycle([two_layers()], 1)], model)
-    assert found.seconds == found.compute_s == pytest.approx(2 * 0.5 + 3 * 0.25)
-    assert found.counters.hit == 3 and found.counters.read_bytes == 0
-
-
 def test_the_simulator_needs_no_torch():
     """Sweeps start many processes. What measures a machine does import it."""
     code = "import sys, importlib, moexp.cli.simulate\n"
-    names = ["platform", "study", "sweep", "validate", "traces", "cold"]
+    names = ["platforms.simulated", "studies.sweep", "validation.validate", "routing.sources", "machine.run"]
     code += f"for name in {names}: importlib.import_module('moexp.sim.' + name)\n"
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

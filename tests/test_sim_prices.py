@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ from moexp.runtime.opening import opened_store
 from moexp.runtime.recording.files import read_recording
 from moexp.runtime.recording.recorder import Recorder
 from moexp.runtime.verifiers.sampling import Sampling
-from moexp.sim.costs import ComputeCosts
-from moexp.sim.link import LinkModel
-from moexp.sim.machine import MachineModel
-from moexp.sim.prices import AR_STEP, BURST, DRAFT_MORE, DRAFT_ONE, STEP_KINDS, VERIFY_STEP, Prices
-from moexp.sim.replay import compare, replay
-from moexp.sim.validate import priced, prices_of, spans_of
+from moexp.sim.machine.costs import ComputeCosts
+from moexp.sim.machine.link import LinkModel
+from moexp.sim.machine.machine import MachineModel
+from moexp.sim.validation.probe_prices import AR_STEP, BURST, DRAFT_MORE, DRAFT_ONE, STEP_KINDS, VERIFY_STEP, Prices
+from moexp.sim.validation.replay import compare, replay
+from moexp.sim.validation.validate import request_prices, spans_of
 from moexp.tables.core.run import PROBES, REQUESTS, STEPS
 from moexp.target.load import Target, load_target
 from tests.engines import StandInDrafts
@@ -35,6 +36,11 @@ DRAFT = ComputeCosts(0.002, attention_s=1e-3, router_s=2e-4, shared_s=4e-4, expe
                      launch_s=1e-4, dense_layers=1)  # fmt: skip
 BLOCK = ComputeCosts(0.003, attention_s=2e-3, router_s=3e-4, shared_s=6e-4, expert_s=7e-4, launch_s=1e-4,
                      dense_layers=1, draft=DRAFT)  # fmt: skip
+
+
+def scaled(costs: ComputeCosts, by: float) -> ComputeCosts:
+    """Every part `by` times as long."""
+    return replace(costs, **{name: value * by for name, value in seconds(costs).items()})
 
 
 def step(costs: ComputeCosts, experts: int, *, drafting: bool = False, stall: float = 0.02) -> dict[str, float]:
@@ -50,10 +56,10 @@ def step(costs: ComputeCosts, experts: int, *, drafting: bool = False, stall: fl
 
 def probes(place: int, by: float = 1.0) -> list[ProbeRecord]:
     parts = {
-        DRAFT_ONE: step(DRAFT.scaled(by), 1, drafting=True),
-        DRAFT_MORE: step(DRAFT.scaled(by), 3),
-        AR_STEP: step(BLOCK.scaled(by), 6, stall=0.5),
-        VERIFY_STEP: step(BLOCK.scaled(by), 18, stall=3.0),
+        DRAFT_ONE: step(scaled(DRAFT, by), 1, drafting=True),
+        DRAFT_MORE: step(scaled(DRAFT, by), 3),
+        AR_STEP: step(scaled(BLOCK, by), 6, stall=0.5),
+        VERIFY_STEP: step(scaled(BLOCK, by), 18, stall=3.0),
     }
     return [ProbeRecord(place, kind, 1.0, of) for kind, of in parts.items()]
 
@@ -127,12 +133,12 @@ def test_probes_between_requests_change_nothing_of_a_run_and_price_it(target: Ta
     records = list(read_records(place / PROBES, ProbeRecord))
     assert {record.kind for record in records} == {*STEP_KINDS, *([] if paced else [BURST])}
     assert all(0 <= record.place <= len(jobs) * len(methods) for record in records)
-    assert prices_of(tmp_path / "plain") is None
     recording = read_recording(place)
     model = MachineModel(
         LinkModel(1e9, concurrency=2, serial=paced), ComputeCosts(), recording.info.store["moved_bytes"]
     )
-    prices = priced(place, recording, model, prices_of(place))
+    assert request_prices(tmp_path / "plain", recording, model) is None
+    prices = request_prices(place, recording, model)
     assert prices is not None
     found = compare(read_records(place / STEPS, StepRecord), replay(recording, model, prices=prices))
     assert [one.method for one in found] == ["ar", "top-1"]

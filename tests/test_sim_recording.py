@@ -29,14 +29,14 @@ from moexp.runtime.store.disk import FileSource, open_shards
 from moexp.runtime.store.policies import make_policy
 from moexp.runtime.store.slot_store import SlotStore
 from moexp.runtime.verifiers.sampling import Sampling
-from moexp.sim.blocks import Setting, fixed_methods, recorded_blocks
-from moexp.sim.costs import ComputeCosts
-from moexp.sim.link import LinkModel
-from moexp.sim.machine import MachineModel
-from moexp.sim.replay import EXACT, compare, replay
-from moexp.sim.validate import machine_of as validated_machine
-from moexp.sim.validate import resident_fit
-from moexp.sim.walk import make_cycle
+from moexp.sim.machine.costs import ComputeCosts
+from moexp.sim.machine.cycles import recorded_cycle
+from moexp.sim.machine.link import LinkModel
+from moexp.sim.machine.machine import MachineModel
+from moexp.sim.routing.blocks import Setting, fixed_methods, recorded_blocks
+from moexp.sim.validation.replay import EXACT, compare, replay
+from moexp.sim.validation.validate import machine_of as validated_machine
+from moexp.sim.validation.validate import resident_fit
 from moexp.target.load import Target, load_target
 from tests.engines import StandInDrafts, prompt
 from tests.transports import InstantTransport, LinkTransport
@@ -186,7 +186,7 @@ def test_shorter_blocks_are_prefixes(target: Target, tmp_path: Path):
     recorded = recording.of_method(DRAFTS.label)
     blocks = recorded_blocks(recording, DRAFTS.label)
     same = blocks.cycles(Setting(max_draft=3))
-    assert [cycle.events for cycle in same] == [make_cycle(blocks.table, one).events for one in recorded]
+    assert [cycle.events for cycle in same] == [recorded_cycle(blocks.table, one).events for one in recorded]
     assert [cycle.emitted for cycle in same] == [one.emitted for one in recorded]
     shorter = blocks.cycles(Setting(max_draft=1))
     assert [cycle.emitted for cycle in shorter] == [min(one.emitted, 2) for one in recorded]

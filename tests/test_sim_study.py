@@ -27,19 +27,20 @@ from moexp.records import RecordWriter, RequestRecord, StepRecord
 from moexp.runtime.opening import traced_demands
 from moexp.runtime.recording.files import RecordedPass, RecordingInfo
 from moexp.runtime.recording.recorder import Recorder
-from moexp.sim.adapt import Simulated, on_platform
-from moexp.sim.blocks import Setting
-from moexp.sim.costs import ComputeCosts
-from moexp.sim.fit import fit_steps, link_of
-from moexp.sim.link import LinkModel
-from moexp.sim.machine import MachineModel
-from moexp.sim.replay import replay
-from moexp.sim.simulate import simulate
-from moexp.sim.sources import Source, open_source
-from moexp.sim.study import study, write_study
-from moexp.sim.sweep_file import load_sweep, parts_of
-from moexp.sim.traces import traced_blocks
-from moexp.sim.validate import COLUMNS, machine_of, resident_fit, validate
+from moexp.sim.machine.costs import ComputeCosts
+from moexp.sim.machine.link import LinkModel
+from moexp.sim.machine.machine import MachineModel
+from moexp.sim.machine.run import simulate
+from moexp.sim.platforms.files import load_platform
+from moexp.sim.platforms.geometry import find_geometry
+from moexp.sim.platforms.simulated import Simulated, on_platform
+from moexp.sim.routing.blocks import Setting
+from moexp.sim.routing.sources import Source, open_source
+from moexp.sim.routing.traced import traced_blocks
+from moexp.sim.studies.study import study, write_study
+from moexp.sim.studies.sweep_file import load_sweep, parts_of
+from moexp.sim.validation.fit import fit_steps, link_of
+from moexp.sim.validation.validate import COLUMNS, machine_of, resident_fit, validate
 from moexp.tables.core.table import to_csv
 from moexp.tables.draftexpert.index import build_tables
 
@@ -177,18 +178,10 @@ def test_a_fit_finds_the_costs_that_made_the_times(run: Path):
     assert (fit.verify_s, fit.verify_expert_s) == pytest.approx((0.01, 0.001))
     assert (fit.draft_s, fit.draft_expert_s, fit.extra_s) == pytest.approx((0.004, 0.0005, 0.002))
     costs = fit.costs(len(LAYERS))
-    [ar] = {cycle.cycle_s for cycle in replayed(run, "ar", costs)}
-    assert ar == pytest.approx(0.01 + 0.001 * len(LAYERS) * TOP_K)
+    ar_s = costs.step("ar", 1, False).total_s(len(LAYERS), TOP_K)
+    assert ar_s == pytest.approx(0.01 + 0.001 * len(LAYERS) * TOP_K)
     larger = fit.rescaled(0.022, len(LAYERS) * TOP_K)
     assert (larger.verify_expert_s, larger.draft_expert_s) == pytest.approx((0.002, 0.001))
-
-
-def replayed(run: Path, method: str, costs: ComputeCosts) -> list[Any]:
-    from moexp.runtime.recording.files import read_recording
-
-    model = MachineModel(LinkModel(1e6), costs, 1000, resident=True)
-    rounded = replay(read_recording(run / "resident"), model)
-    return [type(took)(0.0, round(took.cycle_s, 9), 1, took.store) for key, took in rounded.items() if key[1] == method]
 
 
 def test_too_few_steps_are_no_fit():
@@ -358,19 +351,18 @@ def test_shipped_sweeps_can_be_read_and_are_no_recipes():
     for file in files:
         sweep = load_sweep(file)
         assert len({part.digest for part in parts_of(sweep)}) == len(parts_of(sweep))
-        assert sweep.with_default(Path("here")).source().place == Path("here")
+        assert sweep.with_default(Path("here")).source().path == Path("here")
     assert not {file.stem for file in files} & {info.name for info in list_recipes()}
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_killed_sweep_goes_on(run: Path, tmp_path: Path, workers):
     """SIGKILL with some parts done: they are not simulated again, and the result is that of a whole run."""
-    pytest.importorskip("moexp.sim.platform")
     path = sweep_file(tmp_path, recording=run / "resident", platform="cg", workers=workers)
     code = (
         "import sys, time, pathlib\n"
-        "from moexp.sim import sweep\n"
-        "from moexp.sim.sweep_file import load_sweep\n"
+        "from moexp.sim.studies import sweep\n"
+        "from moexp.sim.studies.sweep_file import load_sweep\n"
         "write = sweep._write\n"
         "def slowly(place, rows):\n"
         "    write(place, rows)\n"
@@ -394,7 +386,7 @@ def test_a_killed_sweep_goes_on(run: Path, tmp_path: Path, workers):
     kept = {file: file.stat().st_mtime_ns for file in parts.glob("*.parquet")}
     assert 0 < len(kept) < 4 and not out.exists()
 
-    from moexp.sim import sweep as sweep_module
+    from moexp.sim.studies import sweep as sweep_module
 
     write = sweep_module._write
     sweep = load_sweep(path).model_copy(update={"workers": 1})
@@ -424,7 +416,6 @@ def moexp_(*arguments: Any) -> Any:
 
 
 def test_the_command_writes_tables(run: Path, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("moexp.sim.platform")
     monkeypatch.chdir(tmp_path)
     result = moexp_("--recording", run / "resident", "--platform", "cg")
     assert result.exit_code == 0, result.output
@@ -459,15 +450,12 @@ def test_flags_that_do_not_fit_are_explained(flags, message):
 
 
 def test_a_platform_becomes_a_machine(run: Path):
-    platform_module = pytest.importorskip("moexp.sim.platform")
-    geometry_module = pytest.importorskip("moexp.sim.geometry")
-    platform = platform_module.load_platform("cg")
-    geometry = geometry_module.find_geometry(platform.model)
+    platform = load_platform("cg")
+    geometry = find_geometry(platform.model)
     recorded = RoutingGeometry(tuple(range(1, 1 + geometry.moe_layers)), geometry.experts, geometry.top_k)
     found = on_platform(platform, geometry, recorded, 0)
     assert found.machine.expert_bytes == platform.expert_bytes(geometry) and found.moe_layers == geometry.moe_layers
-    rows = platform.compute.padded(1)
-    step = found.machine.costs.step("ar", 1, False)
-    layer_s = step.lead_s + step.resident_s + geometry.top_k * step.union_s(geometry.top_k, geometry.top_k)
-    expected_us = platform.compute_us(geometry, rows, geometry.top_k, rows)
-    assert step.before_s + geometry.moe_layers * layer_s == pytest.approx(expected_us * 1e-6)
+    compute, step = platform.compute, found.machine.costs.step("ar", 1, False)
+    layer_us = compute.router_us + compute.shared_us_per_layer + geometry.top_k * compute.routed_us_per_expert
+    expected_us = compute.fixed_us + geometry.layers * compute.attention_us_per_layer + geometry.moe_layers * layer_us
+    assert step.total_s(geometry.moe_layers, geometry.top_k) == pytest.approx(expected_us * 1e-6)

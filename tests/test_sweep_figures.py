@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from moexp.base.errors import MoexpError
 from moexp.cli.simulate import Simulation, run_simulate
 from moexp.config.recipe import load_recipe
-from moexp.sim.sweep import SCHEMA
-from moexp.sim.sweep_file import find_sweep, load_sweep, parts_of
+from moexp.sim.studies.sweep import SCHEMA
+from moexp.sim.studies.sweep_file import find_sweep, load_sweep, parts_of
 from moexp.tables.sweep_figures import best_rows, draw_sweep, paying
 
 BANDWIDTHS = (1.0, 4.0, 16.0)

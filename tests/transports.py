@@ -11,7 +11,7 @@ from typing import Any
 
 from moexp.runtime.store.pacing import Clock
 from moexp.runtime.store.transfer import Source, Transfer
-from moexp.sim.link import Flight, LinkModel, VirtualLink
+from moexp.sim.machine.link import Flight, LinkModel, VirtualLink
 
 
 class FakeClock(Clock):

@@ -26,8 +26,8 @@ from moexp.config.run_folder import RunDir
 from moexp.runtime.opening import opened_store, traced_demands
 from moexp.runtime.recording.files import ROUTING, read_recording
 from moexp.runtime.recording.recorder import Recorder
-from moexp.sim.replay import compare, replay
-from moexp.sim.validate import RESIDENT, complete_steps, machine_of, resident_fit
+from moexp.sim.validation.replay import compare, replay
+from moexp.sim.validation.validate import RESIDENT, complete_steps, machine_of, resident_fit
 from moexp.tables.budgets import budget_rows, write_budgets
 from moexp.tables.core.run import PROBE, read_json
 from moexp.target.load import Target, target_identity

@@ -2,7 +2,7 @@
 
 Memory, disk and processor drift within minutes, so constants that a run is to be predicted by must come from beside it.
 Probes decode text of their own. Of a step, the parts that compute are measured apart from the waiting: predictions
-from them (`moexp.sim.prices`) take the computing only, and the link from the bursts.
+from them (`moexp.sim.validation.probe_prices`) take the computing only, and the link from the bursts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from moexp.records import ProbeRecord, RecordWriter
 from moexp.runtime.engine.engine import AR, VERIFY, StepPath
 from moexp.runtime.store.store import ExpertStore
-from moexp.sim.prices import AR_STEP, BURST, DRAFT_MORE, DRAFT_ONE, VERIFY_STEP
-from moexp.sim.stopwatch import TimedEngine
+from moexp.sim.calibration.step_timer import TimedEngine
+from moexp.sim.validation.probe_prices import AR_STEP, BURST, DRAFT_MORE, DRAFT_ONE, VERIFY_STEP
 from moexp.tables.core.run import PROBES
 from moexp.target.draft_expert import DraftExperts
 from moexp.target.load import Target

@@ -15,7 +15,7 @@ def platforms() -> None:
     """List the platforms that can be simulated."""
     from rich.table import Table
 
-    from moexp.sim.platform import list_platforms
+    from moexp.sim.platforms.files import list_platforms
 
     table = Table("platform", "constants", "what it is", box=None, pad_edge=False)
     for info in list_platforms():
@@ -33,7 +33,7 @@ def calibrate(
     ] = None,
 ) -> None:
     """Measure this machine for a target, as a platform to simulate."""
-    from moexp.sim.calibrate import calibrate_stage
+    from moexp.sim.calibration.calibrate import calibrate_stage
 
     calibrate_stage(load(recipe, changes), make_console(), out)
 

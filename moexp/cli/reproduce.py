@@ -18,7 +18,7 @@ from moexp.cli import simulate, stages
 from moexp.cli.simulate import Simulation
 from moexp.config import locations
 from moexp.config.recipe import Recipe
-from moexp.sim.platform import machine_file
+from moexp.sim.platforms.files import machine_file
 from moexp.tables.trained.files import write_draft_summary, write_target_summary
 from moexp.target.opening import find_target
 from moexp.web.build import write_reports
@@ -111,7 +111,7 @@ class Reproduction:
             stages.drafter_stage(locations.with_head(self.recipe, kind), self.console)
 
     def _calibrate(self) -> None:
-        from moexp.sim.calibrate import calibrate_stage
+        from moexp.sim.calibration.calibrate import calibrate_stage
 
         if machine_file().exists():
             stages.print_path(self.console, "calibrated already", machine_file())

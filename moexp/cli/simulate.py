@@ -8,12 +8,12 @@ from pathlib import Path
 from moexp.base.errors import MoexpError
 from moexp.config.locations import RESULTS, results_folder, run_folder
 from moexp.config.recipe import Recipe
-from moexp.sim.adapt import load_simulated
-from moexp.sim.sources import Source, open_source
-from moexp.sim.study import study, write_study
-from moexp.sim.sweep import run_sweep
-from moexp.sim.sweep_file import find_sweep, load_sweep
-from moexp.sim.validate import RESIDENT, validate
+from moexp.sim.platforms.simulated import load_simulated
+from moexp.sim.routing.sources import Source, open_source
+from moexp.sim.studies.study import study, write_study
+from moexp.sim.studies.sweep import run_sweep
+from moexp.sim.studies.sweep_file import find_sweep, load_sweep
+from moexp.sim.validation.validate import RESIDENT, validate
 from moexp.tables.core.provenance import run_source
 from moexp.tables.sweep_figures import draw_sweep
 

@@ -112,7 +112,7 @@ def decoding_parts(shape: Shape, recipe: Recipe) -> list[Part]:
     if here == "host" and packed_bytes(shape, recipe):
         parts.append(Part("packed copies", packed_bytes(shape, recipe), here, "at most: where a CPU multiplies bf16"))
     if sizes.kv:
-        how = f"{geometry.layers} x {geometry.kv_width} x {each} each"
+        how = f"{geometry.layers} x {geometry.attention.kv_width} x {each} each"
         parts.append(Part(f"KV of {KV_TOKENS:,} tokens", sizes.kv, here, how))
     pool = f"{geometry.layer_experts:,} x {sizes.held / 1e6:.2f} MB"
     if sizes.held != sizes.stored:

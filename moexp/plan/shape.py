@@ -8,7 +8,13 @@ from typing import Any
 
 from moexp.base.errors import MoexpError
 from moexp.config.recipe import Recipe
-from moexp.sim.geometry import GEOMETRIES, Geometry, grouped_attention, latent_attention
+from moexp.sim.platforms.geometry import (
+    PUBLISHED_MODELS,
+    Attention,
+    ModelGeometry,
+    grouped_attention,
+    latent_attention,
+)
 from moexp.target.opening import find_target
 
 _PRECISIONS = {"bfloat16": "bf16", "float16": "bf16", "float32": "fp32"}  # by bytes
@@ -26,7 +32,7 @@ class Shape:
         counted: whether they are here and were counted; else they were calculated.
     """
 
-    geometry: Geometry
+    geometry: ModelGeometry
     place: str
     checkpoint_bytes: int
     counted: bool = False
@@ -46,12 +52,12 @@ def shape_of(recipe: Recipe) -> Shape:
     if target.kind != "hub" or Path(path).expanduser().is_dir() or path.startswith(("/", ".", "~")):
         return folder_shape(find_target(recipe, padded=True), recipe.name)
     place = f"{path} at {target.revision or 'main'}"
-    for geometry in GEOMETRIES.values():
+    for geometry in PUBLISHED_MODELS.values():
         if path in geometry.hub_ids:
             return Shape(geometry, place, geometry.checkpoint_bytes())
     cached = _cached_config(path, target.revision)
     if cached is None:
-        known = ", ".join(geometry.hub_ids[0] for geometry in GEOMETRIES.values())
+        known = ", ".join(geometry.hub_ids[0] for geometry in PUBLISHED_MODELS.values())
         raise MoexpError(f"the shape of {path} is not known while its files are not here", where="target.path",
                          valid=f"a local folder, an id in the local cache, or one of {known}")  # fmt: skip
     shape = folder_shape(cached, recipe.name)
@@ -70,37 +76,46 @@ def folder_shape(folder: Path, name: str) -> Shape:
 
     config = read_config(folder)
     spec = MoESpec.from_config(config)
-    attention, kv_width = _attention(config)
     experts, resident = _precisions(config, folder)
-    geometry = Geometry.from_spec(
-        spec,
-        name=name,
-        attention_params=attention,
-        dense_width=config.intermediate_size if len(spec.moe_layers) < spec.num_layers else 0,
-        kv_width=kv_width,
-        precision=experts,
-    )
     interleaved = getattr(family_of(config.model_type), "layout", "") == "interleaved"  # these experts have biases
-    biases = 2 * spec.expert_width + spec.hidden_size if interleaved else 0
-    source = f"config.json of {folder}"
-    geometry = replace(geometry, resident_precision=resident, expert_bias_params=biases, source=source)
+    geometry = ModelGeometry(
+        name=name,
+        layers=spec.num_layers,
+        moe_layers=len(spec.moe_layers),
+        hidden=spec.hidden_size,
+        experts=spec.num_experts,
+        top_k=spec.top_k,
+        shared_experts=spec.num_shared,
+        expert_width=spec.expert_width,
+        attention=_attention(config),
+        dense_width=config.intermediate_size if len(spec.moe_layers) < spec.num_layers else 0,
+        vocab=spec.vocab_size,
+        source=f"config.json of {folder}",
+        expert_bias_params=2 * spec.expert_width + spec.hidden_size if interleaved else 0,
+        precision=experts,
+        resident_precision=resident,
+    )
     shards = list(folder.glob("*.safetensors"))
     size = sum(shard.stat().st_size for shard in shards) if shards else geometry.checkpoint_bytes()
     return Shape(geometry, str(folder), size, bool(shards))
 
 
-def _attention(config: Any) -> tuple[int, int]:
-    """Weights of one layer's attention, and the values that it caches of a token."""
+def _attention(config: Any) -> Attention:
+    """One layer's attention."""
     hidden, heads = config.hidden_size, config.num_attention_heads
     rank = getattr(config, "kv_lora_rank", None)
-    if rank is not None:
-        plain, rotary, value = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
-        params = latent_attention(
-            hidden, heads, q_rank=config.q_lora_rank, kv_rank=rank, plain=plain, rotary=rotary, value=value
-        )
-        return params, 2 * heads * (plain + rotary)  # expanded, values padded to the keys' width
-    width = getattr(config, "head_dim", None) or hidden // heads
-    return grouped_attention(hidden, heads, config.num_key_value_heads, width), 2 * config.num_key_value_heads * width
+    if rank is None:
+        width = getattr(config, "head_dim", None) or hidden // heads
+        return grouped_attention(hidden, heads=heads, kv_heads=config.num_key_value_heads, width=width)
+    return latent_attention(
+        hidden,
+        heads=heads,
+        q_rank=config.q_lora_rank,
+        kv_rank=rank,
+        plain=config.qk_nope_head_dim,
+        rotary=config.qk_rope_head_dim,
+        value=config.v_head_dim,
+    )
 
 
 def _precisions(config: Any, folder: Path) -> tuple[str, str]:

@@ -14,8 +14,9 @@ from moexp.audit import draftexpert, ecospec
 from moexp.audit.lines import Line, only
 from moexp.base.errors import MoexpError
 from moexp.papers import load_paper
-from moexp.sim.geometry import GEOMETRIES, Geometry
-from moexp.sim.platform import SimPlatform, list_platforms, load_platform, machine_file
+from moexp.sim.platforms.files import list_platforms, load_platform, machine_file
+from moexp.sim.platforms.geometry import PUBLISHED_MODELS, ModelGeometry
+from moexp.sim.platforms.platform import SimPlatform
 from moexp.tables.core.tags import PAPER
 
 ESTIMATED = "estimated"
@@ -62,7 +63,7 @@ class Speed:
     note: str = ""
 
 
-def speeds_of(geometry: Geometry, name: str, moved_bytes: int, platform: str | None) -> list[Speed]:
+def speeds_of(geometry: ModelGeometry, name: str, moved_bytes: int, platform: str | None) -> list[Speed]:
     """Expected speeds.
 
     Args:
@@ -84,9 +85,9 @@ def speeds_of(geometry: Geometry, name: str, moved_bytes: int, platform: str | N
     return [_speed(geometry, name, moved_bytes, place) for place in names]
 
 
-def _speed(geometry: Geometry, name: str, moved_bytes: int, place: str) -> Speed:
+def _speed(geometry: ModelGeometry, name: str, moved_bytes: int, place: str) -> Speed:
     platform = _loaded(place, geometry.name, name)
-    reference = GEOMETRIES.get(platform.model)
+    reference = PUBLISHED_MODELS.get(platform.model)
     listed = platform.model in (geometry.name, name)
     size = platform.expert_bytes(geometry) if listed else moved_bytes
     held = 0.0
@@ -94,19 +95,18 @@ def _speed(geometry: Geometry, name: str, moved_bytes: int, place: str) -> Speed
         room = (platform.slots.bytes or 0) / (geometry.layer_experts * size)
         held = min(1.0, platform.slots.fraction or room)
     moved = geometry.experts_per_token * (1 - held)
-    waits = platform.link.latency_us / platform.link.concurrency
-    load_us = moved * (waits + size / (platform.link.bandwidth_gb_s * 1e3))
-    compute_us: float | None
+    load_us = platform.link.load_us(moved, size)
+    computed, scale, note = geometry, 1.0, ""
+    if not listed and reference is not None:
+        computed, scale = reference, geometry.active_params / reference.active_params
+        note = f"no constants for this model: C is that of {reference.name} by the weights a token uses, x {scale:.2f}"
+    compute_us: float | None = None
     beside_us = 0.0
-    if listed:
-        compute_us, note = platform.ar_compute_us(geometry), ""
-        beside_us = platform.ar_beside_us(geometry)
-    elif reference is not None:
-        by = geometry.active_params / reference.active_params
-        compute_us, beside_us = platform.ar_compute_us(reference) * by, platform.ar_beside_us(reference) * by
-        note = f"no constants for this model: C is that of {reference.name} by the weights a token uses, x {by:.2f}"
+    if listed or reference is not None:
+        step = platform.compute.costs(computed.dense_layers).step("ar", 1, False)
+        compute_us = step.total_s(computed.moe_layers, computed.top_k) * 1e6 * scale
+        beside_us = step.beside_s(computed.moe_layers, computed.top_k) * 1e6 * scale
     else:
-        compute_us = None
         note = f"calibrated for {platform.model}: its link counts here, computing is not known"
     rates = tuple(_rates(geometry, platform, compute_us, beside_us, load_us, listed))
     compute_ms = None if compute_us is None else compute_us / 1e3
@@ -125,7 +125,7 @@ def _loaded(place: str, *models: str) -> SimPlatform:
 
 
 def _rates(
-    geometry: Geometry,
+    geometry: ModelGeometry,
     platform: SimPlatform,
     compute_us: float | None,
     beside_us: float,
@@ -149,7 +149,7 @@ def _rates(
         yield from _bounds(geometry, ar)
 
 
-def _paper_lines(geometry: Geometry, platform: SimPlatform) -> Iterator[tuple[str, str, Line]]:
+def _paper_lines(geometry: ModelGeometry, platform: SimPlatform) -> Iterator[tuple[str, str, Line]]:
     """The papers' own component figures for this model on this platform, as the audit puts them together: what a line
     is of, what its reported figure is of, and the line.
     """
@@ -164,7 +164,7 @@ def _paper_lines(geometry: Geometry, platform: SimPlatform) -> Iterator[tuple[st
         yield "EcoSpec", "  reported", lines[f"eco.cycle.{ecospec.TARGETS[model]}.eco"]
 
 
-def _bounds(geometry: Geometry, ar: float) -> Iterator[Rate]:
+def _bounds(geometry: ModelGeometry, ar: float) -> Iterator[Rate]:
     """What loading alone allows, from a paper's acceptance: speedup alpha k / E of cold steps."""
     how = "AR x alpha k / E"
     if geometry.name in draftexpert.TARGETS:

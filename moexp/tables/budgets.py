@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from moexp.base import atomic
 from moexp.metrics import Ratio
 from moexp.runtime.store.policies import STATIC_HOT
-from moexp.sim.replay import Comparison
+from moexp.sim.validation.replay import Comparison
 from moexp.tables.core.plot import BLUE, GREEN, ORANGE, PURPLE, Look, Plot, write_plot
 from moexp.tables.core.provenance import run_source
 from moexp.tables.core.table import Row, View, number, text, to_csv, view_text

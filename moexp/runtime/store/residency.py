@@ -84,7 +84,6 @@ class Residency(Generic[T]):
             self._cancel_layer(layer)
         self._cycle += 1
         self._touched = 0
-        self._policy.begin_cycle()
         if self._policy.keeps:
             return
         for entry in list(self.entries.values()):
@@ -254,7 +253,7 @@ class Residency(Generic[T]):
             return entry.cycle != cycle and entry.ready and not entry.pins
 
         if self._touched < len(table) and (self._spares_cycle or not urgent):
-            key = self._policy.victim(stale, resting=True)
+            key = self._policy.victim(stale)
         if key is None and urgent:
 
             def idle(key: ExpertKey) -> bool:

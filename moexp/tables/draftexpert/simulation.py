@@ -1,7 +1,7 @@
 """DraftExpert's platforms, simulated from a run's own recorded routing. Imports no torch.
 
 What the resident run recorded is priced at the geometry of the paper's first target on its two platforms (`recipes/
-platforms`). Blocks drafted to the full K are cut to the settings that the tables compare (`moexp.sim.blocks`).
+platforms`). Blocks drafted to the full K are cut to the settings that the tables compare (`moexp.sim.routing.blocks`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from pathlib import Path
 
 from moexp.runtime.recording.files import ROUTING, read_recording
 from moexp.runtime.store.counters import StoreCounters
-from moexp.sim.adapt import Simulated, load_simulated
-from moexp.sim.blocks import Blocks, Setting, fixed_methods, recorded_blocks
-from moexp.sim.cold import open_machine
-from moexp.sim.simulate import cache_policy, no_collection
-from moexp.sim.walk import Cycle, Step
+from moexp.sim.machine.cycles import Cycle, Step
+from moexp.sim.machine.machine import open_machine
+from moexp.sim.machine.policies import cache_policy
+from moexp.sim.machine.run import no_collection
+from moexp.sim.platforms.simulated import Simulated, load_simulated
+from moexp.sim.routing.blocks import Blocks, Setting, fixed_methods, recorded_blocks
 from moexp.tables.core.run import Measured
 from moexp.tables.draftexpert.labels import AR, DRAFT_TOKENS, FIXED, FULL, RESIDENT, TOP_R, TRUNCATED, settings_text
 

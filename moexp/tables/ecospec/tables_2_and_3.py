@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moexp import metrics
 from moexp.metrics import Ratio
-from moexp.sim.traffic import TrafficModel
+from moexp.sim.traffic import step_bytes
 from moexp.tables.core.rows import steps_of, with_ends
 from moexp.tables.core.run import Measured
 from moexp.tables.core.table import Columns, Row, Table, paper_table, shown
@@ -41,12 +41,12 @@ def table_2(run: EcoRun) -> Table:
 
 def _bytes_row(run: EcoRun, measured: Measured, method: str) -> Row:
     target, steps = run.target, steps_of(measured.arms[method])
-    model = TrafficModel(int(target["moe_layers"]), float(target["expert_bytes"]), float(target["resident_bytes"]))
+    layers, expert_bytes, resident = (float(target[key]) for key in ("moe_layers", "expert_bytes", "resident_bytes"))
     experts = metrics.experts_per_layer(steps).value
     moved = metrics.pooled(Ratio(step.store["read_bytes"], 1) for step in steps if "read_bytes" in step.store).value
     return {
         "target": target.get("name"), "method": method, "tag": measured.tag, "experts_per_layer": experts,
-        "model_gb": None if experts is None else model.step_bytes(experts) / 1e9,
+        "model_gb": None if experts is None else step_bytes(layers, experts, expert_bytes, resident) / 1e9,
         "moved_gb": None if moved is None else moved / 1e9,
     }  # fmt: skip
 

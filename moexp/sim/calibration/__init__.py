@@ -1,0 +1,1 @@
+"""Measuring this machine, as a platform to simulate."""

@@ -1,0 +1,1 @@
+"""A virtual machine: cycles of steps over a virtual store and link; times and counters come of it."""

@@ -1,0 +1,1 @@
+"""Routing to simulate: recordings and plain traces, as blocks that are cut to settings."""

@@ -1,0 +1,1 @@
+"""Tables and sweeps of simulated runs."""

@@ -1,0 +1,1 @@
+"""The simulator against the runtime: recorded runs replayed at costs that were measured beside them."""
