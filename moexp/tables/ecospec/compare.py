@@ -50,6 +50,8 @@ def compare(names: Sequence[str], results: Path = Path("results"), out: Path | N
 
     Raises:
         MoexpError: a recipe is named twice or has no Table 1, or that is not one.
+
+    Paper: EcoSpec Table 1.
     """
     doubled = [name for index, name in enumerate(names) if name in names[:index]]
     if doubled:

@@ -34,7 +34,10 @@ def selection_of(method: str) -> str:
 
 
 def figure_gamma(runs: Sequence[EcoRun], trace: Path | None) -> Plot | None:
-    """What is measured on the first platform with several budgets; None where there is none."""
+    """What is measured on the first platform with several budgets; None where there is none.
+
+    Paper: EcoSpec Table 11.
+    """
     for run in runs:
         table = table_11(run)
         rows: list[Row] = [
