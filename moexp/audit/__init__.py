@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING
 from moexp.audit import (
     draftexpert,
     draftexpert_bytes,
-    draftexpert_repeats,
     ecospec,
     ecospec_experts,
-    ecospec_repeats,
     ours,
     ours_ecospec,
 )
@@ -31,12 +29,12 @@ if TYPE_CHECKING:
 SOURCES: dict[str, tuple[Callable[[Paper], Iterable[Line]], ...]] = {
     "draftexpert": (
         draftexpert.cycles, draftexpert.truncated, draftexpert.top_r, draftexpert.agreements, draftexpert.draft_costs,
-        draftexpert_bytes.unions, draftexpert_bytes.links, draftexpert_bytes.weights, draftexpert_repeats.repeated,
+        draftexpert_bytes.unions, draftexpert_bytes.links, draftexpert_bytes.weights, draftexpert.repeated,
     ),
     "ecospec": (
         ecospec.cycles, ecospec.steps, ecospec.batches, ecospec.linear, ecospec.bytes_and_time, ecospec.least_steps,
         ecospec_experts.uniform, ecospec_experts.limits, ecospec_experts.scores, ecospec_experts.expert_sizes,
-        ecospec_experts.traffic, ecospec_repeats.averages, ecospec_repeats.repeats, ecospec_repeats.best,
+        ecospec_experts.traffic, ecospec.averages, ecospec.repeats, ecospec.best,
     ),
 }  # fmt: skip
 """What makes the lines of each paper."""
