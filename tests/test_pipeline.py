@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ from moexp.cli.simulate import Simulation
 from moexp.config import locations
 from moexp.config.recipe import Recipe, load_recipe
 from moexp.data.traces import read_trace
+from moexp.learn.core.loop import Run
 from moexp.learn.draft_expert import train as train_draft
 from moexp.runtime.opening import method_of
 from moexp.target.draft_expert import HEADER, WEIGHTS
@@ -207,12 +209,12 @@ def test_training_stopped_by_ctrl_c_resumes_to_the_very_same_weights(home: Path,
     shutil.rmtree(locations.draft_work(RECIPE))
     running = getattr(train_draft, stage)
 
-    def interrupted(*args: Any, on_step: Any, **kwargs: Any) -> None:
+    def interrupted(path: Any, corpus_NL: Any, settings: Any, run: Run) -> None:
         def watch(step: int, metrics: dict[str, float]) -> None:
-            on_step(step, metrics)
+            run.on_step(step, metrics)
             os.kill(os.getpid(), signal.SIGINT)
 
-        running(*args, on_step=watch, **kwargs)
+        running(path, corpus_NL, settings, dataclasses.replace(run, on_step=watch))
 
     with monkeypatch.context() as patch:
         patch.setattr(train_draft, stage, interrupted)
@@ -233,7 +235,7 @@ def test_a_full_disk_ends_training_in_one_line_and_loses_nothing(home: Path, mon
         raise RuntimeError("I/O error: No space left on device (os error 28)")
 
     with monkeypatch.context() as patch:
-        patch.setattr("moexp.target.draft_expert.save_file", full)
+        patch.setattr("moexp.target.trained.save_file", full)
         assert "disk full, nothing was changed" in refused("train-draft-expert")
     assert not weights.parent.exists()
     done("train-draft-expert")

@@ -1,6 +1,8 @@
 """DraftExpert's bytes and unions of experts: link rates, weights, and uniform routing (Tables 1 to 4, Figure 1). Pure.
 
 What the paper does not print of its targets is their published geometry, as inputs with that source.
+
+Paper: DraftExpert Table 1; DraftExpert Table 2; DraftExpert Table 3; DraftExpert Table 4; DraftExpert Figure 1.
 """
 
 from __future__ import annotations

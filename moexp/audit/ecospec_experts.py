@@ -2,6 +2,8 @@
 
 Uniform: verifying n tokens that choose their k of N experts independently and uniformly touches N (1 - (1 - k/N)^n) of
 them; n is gamma times the batch size. The limit is n k.
+
+Paper: EcoSpec Table 1; EcoSpec Table 2; EcoSpec Table 13; EcoSpec Figure 1; EcoSpec Figure 3.
 """
 
 from __future__ import annotations

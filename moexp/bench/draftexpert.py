@@ -2,6 +2,8 @@
 
 Tables 2, 3 and 4 read one interleaved run a platform, in which AR and every speculative method take turns on the same
 store; table 3 also counts on a resident store, where many prompts are cheap and counts are the same; table 5 trains.
+
+Paper: DraftExpert Table 2; DraftExpert Table 3; DraftExpert Table 4; DraftExpert Table 5; DraftExpert Table 6.
 """
 
 from __future__ import annotations

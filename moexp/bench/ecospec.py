@@ -4,6 +4,8 @@ Drafters: the trained heads (`moexp train-drafter`), and the target on its draft
 (the baseline) and by marginal cost (EcoSpec), from the same trees; heads ask the learned predictor for expert sets, the
 draft-expert path its own router. Experts are in memory, where a step costs the traffic of the union (the paper's
 setting), and cold on the local disk, as for DraftExpert's tables; padded in both.
+
+Paper: EcoSpec Table 1; EcoSpec Table 2; EcoSpec Table 3; EcoSpec Table 4; EcoSpec Table 9; EcoSpec Table 11.
 """
 
 from __future__ import annotations

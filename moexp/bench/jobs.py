@@ -74,7 +74,7 @@ def select_prompts(sources: Sequence[str], per_workload: int) -> list[Prompt]:
     return _in_turn([load_prompts(source, per_workload) for source in sources])
 
 
-def tuning_prompts(count: int | None = None) -> list[Prompt]:
+def tuning_prompts(count: int) -> list[Prompt]:
     """Prompts that no table is measured on, their workloads in turn."""
     by_workload: dict[str, list[Prompt]] = {}
     for prompt in load_prompts("tune"):

@@ -85,7 +85,10 @@ IN_MEMORY = Platform("resident", "measured", "resident", padded=True)
 
 
 def cg_ratio() -> LoadRatio:
-    """CPU to GPU, from DraftExpert's figure 2."""
+    """CPU to GPU, from DraftExpert's figure 2.
+
+    Paper: DraftExpert Figure 2.
+    """
     speed = {row["drafter"]: row["draft_speedup"] for row in load_paper("draftexpert").figures[2]["rows"]}
     top_k = 6
     value = ratio_from_draft_speedup(speed["top-1"], top_k)
@@ -100,7 +103,10 @@ def cg_ratio() -> LoadRatio:
 
 
 def mn_ratio() -> LoadRatio:
-    """Flash to mobile NPU, from DraftExpert's table 1."""
+    """Flash to mobile NPU, from DraftExpert's table 1.
+
+    Paper: DraftExpert Table 1.
+    """
     rows = load_paper("draftexpert").table(1).rows
     (row,) = [row for row in rows if row["platform"] == "MN"]
     staged, resident = row["ar_tps_flash_staged"], row["ar_tps_resident_reference"]

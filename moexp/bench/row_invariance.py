@@ -15,8 +15,10 @@ from torch import Tensor
 from moexp.runtime.engine.linear import make_linear
 from moexp.target.load import Target
 
+BLOCK, KEYS, DRAWS = 8, 512, 4
 
-def row_invariant(target: Target, *, block: int = 8, keys: int = 512, draws: int = 4) -> bool:
+
+def row_invariant(target: Target) -> bool:
     """Whether a row of a block gets the same bits wherever it stands and whatever stands beside it.
 
     Probed with the target's own matrices and attention shapes on random input, apart from all code that is being
@@ -27,19 +29,19 @@ def row_invariant(target: Target, *, block: int = 8, keys: int = 512, draws: int
     model: Any = target.model
     weights = [model.get_output_embeddings().weight, *_first_matrices(model)]
     heads = spec.num_heads
-    for _ in range(draws):
+    for _ in range(DRAWS):
         for weight in weights:
-            linear = make_linear(weight, rows=block, pack=True)
-            x_TH = torch.randn(block, weight.shape[1], generator=generator).to(dtype)
+            linear = make_linear(weight, rows=BLOCK, pack=True)
+            x_TH = torch.randn(BLOCK, weight.shape[1], generator=generator).to(dtype)
             if not _same_rows(linear, x_TH, generator):
                 return False
-        keys_NKD = torch.randn(heads, keys, 16, generator=generator).to(dtype)
+        keys_NKD = torch.randn(heads, KEYS, 16, generator=generator).to(dtype)
 
         def attend(x_TND: Tensor, keys_NKD: Tensor = keys_NKD) -> Tensor:
             out = F.scaled_dot_product_attention(x_TND.transpose(0, 1)[None], keys_NKD[None], keys_NKD[None])
             return out[0].transpose(0, 1)
 
-        if not _same_rows(attend, torch.randn(block, heads, 16, generator=generator).to(dtype), generator):
+        if not _same_rows(attend, torch.randn(BLOCK, heads, 16, generator=generator).to(dtype), generator):
             return False
     return True
 
