@@ -1,7 +1,8 @@
 # make env         a virtual environment in .venv with everything installed (skipped when done)
 # make test        lint, types and the fast tests: every step runs, one summary, non-zero on any failure
 # make unit        the unit tests alone, under a minute
-# make test-slow   the long tests
+# make test-slow   the long tests, and those of speed
+# make test-repeat the fast tests twenty times, every other time on busy cores: no verdict may change
 # make quickstart  the whole chain with little training (a few minutes)
 # make reproduce   the whole chain for the default recipe
 # make reproduce-all  and EcoSpec's tables for targets carved to the geometries of its three models (two hours more)
@@ -20,7 +21,7 @@ STAMP := $(VENV)/.moexp-installed
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 CONSTRAINT := $(if $(filter-out 0,$(HAS_GPU)),,-c constraints-cpu.txt)
 
-.PHONY: env test unit test-slow quickstart reproduce reproduce-all clean distclean
+.PHONY: env test unit test-slow test-repeat quickstart reproduce reproduce-all clean distclean
 .DEFAULT_GOAL := test
 
 env: $(STAMP)
@@ -50,6 +51,9 @@ unit: env
 
 test-slow: env
 	@$(BIN)/python -m pytest -m slow
+
+test-repeat: env
+	@$(BIN)/python tests/repeat.py
 
 quickstart: env
 	@$(BIN)/moexp reproduce --recipe pocket-quick

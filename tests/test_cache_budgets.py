@@ -22,22 +22,28 @@ def run(*words: str) -> None:
     assert shown.exit_code == 0, shown.output
 
 
+def checked_rows(table: Path) -> list[dict[str, str]]:
+    """The rows of a complete table: what does not depend on when a transfer lands is measured as it is simulated."""
+    with open(table, encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 2 * (1 + 4 * len(POLICIES)) and {row["tag"] for row in rows} == {"measured", "simulated"}
+    for measured, simulated in zip(rows[::2], rows[1::2], strict=True):
+        same = ["demanded"]
+        if measured["method"] == "ar":  # without prefetches
+            assert measured["counters"] == "equal", measured
+            same += ["hits", "missed", "bytes_per_token"]
+        assert [measured[name] for name in same] == [simulated[name] for name in same]
+        assert float(measured["tokens_per_s"]) > 0 and float(simulated["tokens_per_s"]) > 0
+    return rows
+
+
 def test_all_budgets_are_measured_and_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     for stage in ("build-target", "trace-routing", "train-draft-expert"):
         run(stage)
-    run("cache-budgets", "--prompts", "2", "--tokens", "6")
+    run("cache-budgets", "--prompts", "1", "--tokens", "6")
     results = tmp_path / "results" / "tiny"
-    with open(results / "cache_budgets.csv", encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * 2 * (1 + 4 * len(POLICIES)) and {row["tag"] for row in rows} == {"measured", "simulated"}
-    for measured, simulated in zip(rows[::2], rows[1::2], strict=True):
-        cold = measured["policy"] == "none"
-        if measured["method"] == "ar" or cold:
-            assert measured["counters"] == "equal", measured
-            same = ("demanded", "hits", "missed", "bytes_per_token")[: 4 if measured["method"] == "ar" else 3]
-            assert [measured[name] for name in same] == [simulated[name] for name in same]
-        assert float(measured["tokens_per_s"]) > 0 and float(simulated["tokens_per_s"]) > 0
+    rows = checked_rows(results / "cache_budgets.csv")
 
     def missed(policy: str, percent: str) -> int:
         (found,) = [
@@ -53,11 +59,13 @@ def test_all_budgets_are_measured_and_replayed(tmp_path: Path, monkeypatch: pyte
 
     folder = run_folder(load_recipe("tiny")) / FOLDER
     before = {budget.name: (folder / budget.name / REQUESTS).read_text() for budget in ALL}
-    table = (results / "cache_budgets.csv").read_text()
     lines = before["lru-50"].splitlines(keepends=True)
     (folder / "lru-25" / REQUESTS).write_text("".join(before["lru-25"].splitlines(keepends=True)[:-1]))  # cut off
-    run("cache-budgets", "--prompts", "2", "--tokens", "6")
+    run("cache-budgets", "--prompts", "1", "--tokens", "6")
     after = {budget.name: (folder / budget.name / REQUESTS).read_text() for budget in ALL}
     assert {name for name in after if after[name] != before[name]} <= {"lru-25"}
     assert len(after["lru-25"].splitlines()) == len(lines)
-    assert (results / "cache_budgets.csv").read_text().count("equal") == table.count("equal")
+    again = checked_rows(results / "cache_budgets.csv")
+    assert [(row["policy"], row["missed"]) for row in again if row["method"] == "ar"] == [
+        (row["policy"], row["missed"]) for row in rows if row["method"] == "ar"
+    ]

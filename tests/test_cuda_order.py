@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -38,19 +37,35 @@ class Late(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class Event:
+    """A point in a stream's queue: who waits for it lets that stream go on until it is there."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.is_set, self.waited = stream, False, False
+
+    def set(self) -> None:
+        self.is_set = True
+
+    def wait(self) -> None:
+        self.waited = not self.is_set
+        while not self.is_set:
+            assert self.stream.queue, "waits for what is never launched"
+            self.stream.queue.popleft()()
+
+
 class Stream:
     """A queue of launched work, done in order by `synchronize`."""
 
     def __init__(self, device: Any = None) -> None:
         self.queue: deque[Callable[[], Any]] = deque()
 
-    def record_event(self) -> threading.Event:
-        event = threading.Event()
+    def record_event(self) -> Event:
+        event = Event(self)
         self.queue.append(event.set)
         return event
 
-    def wait_event(self, event: threading.Event) -> None:
-        self.queue.append(lambda: event.wait(20) or pytest.fail("waits for what is never launched"))
+    def wait_event(self, event: Event) -> None:
+        self.queue.append(event.wait)
 
     def synchronize(self) -> None:
         while self.queue:
@@ -98,7 +113,7 @@ def reused(source: PinnedSource, slots: CudaSlots, compute: Stream) -> tuple[lis
     """Expert A is used late, its slot given back at once and taken for B.
 
     Returns:
-        whether each use found A whole, whether B came in while A could still be read, whether B is whole in the end.
+        whether each use found A whole, whether B waited for the last use of A, whether B is whole in the end.
     """
     first = transfer(source, A, slots.take())
     source.move(first, None)
@@ -109,17 +124,14 @@ def reused(source: PinnedSource, slots: CudaSlots, compute: Stream) -> tuple[lis
         slots.give(first.slot)
     second = transfer(source, B, slots.take())
     assert second.slot is first.slot
-    mover = threading.Thread(target=source.move, args=(second, None), daemon=True)
-    mover.start()
-    mover.join(0.2)
-    early = not mover.is_alive()
+    source.move(second, None)
+    waited = second.slot.last_use.waited
     compute.synchronize()
-    mover.join(20)
-    return found, early, whole(second.weights, 2.0)
+    return found, waited, whole(second.weights, 2.0)
 
 
 def test_a_slot_is_not_overwritten_while_a_kernel_may_read_it(compute: Stream):
-    assert reused(*opened(), compute) == ([True], False, True)
+    assert reused(*opened(), compute) == ([True], True, True)
 
 
 def test_a_freed_slot_is_poisoned_behind_its_last_use(compute: Stream):
@@ -135,8 +147,8 @@ def test_a_freed_slot_is_poisoned_behind_its_last_use(compute: Stream):
 
 def test_without_the_event_of_the_last_use_a_kernel_reads_another_expert(compute: Stream, monkeypatch):
     monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
-    found, early, _ = reused(*opened(), compute)
-    assert found == [False] and early
+    found, waited, _ = reused(*opened(), compute)
+    assert found == [False] and not waited
 
 
 def test_without_waiting_for_the_copy_an_expert_lands_before_it_is_there(compute: Stream, monkeypatch):

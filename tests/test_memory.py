@@ -108,6 +108,7 @@ def test_experts_larger_than_memory_are_decoded_from_disk(folder: Path):
     assert decode_under_cap(folder, "host").returncode != 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA covers mappings on Linux only")
 def test_quantised_experts_take_no_more(folder: Path, tmp_path: Path):
     pack_checkpoint(folder, tmp_path / "packed", "q4_0")

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from moexp.base.errors import MoexpError
 from moexp.cli import main as cli
+from moexp.config.recipe import load_recipe
 from moexp.runtime.decoding.decode import LogitsDigest, decode_all
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.engine.engine import AR, Block, Engine
@@ -30,11 +31,13 @@ from moexp.runtime.store.transfer import StoreOptions
 from moexp.runtime.verifiers.sampling import Sampling
 from moexp.target.experts import ExpertIndex, ExpertWeights
 from moexp.target.load import checkpoint_fingerprint, drafters_identity, load_target, target_identity
+from moexp.target.opening import find_target
 from moexp.target.pack_format import ALIGN, MANIFEST, QUANTS, PackedIndex, read_index, weight_sizes
 from moexp.target.pad import pad_experts
 from tests.family_files import CASES, Case, write_case
 from tests.tiny_models import tiny_folder, whole_model
 
+REPO = Path(__file__).parents[1]
 QUANTISED = ("q8_0", "q4_0")
 
 
@@ -312,26 +315,36 @@ def test_a_full_disk_is_one_error_and_leaves_no_pack(source: Path, tmp_path: Pat
 
 
 @pytest.mark.e2e
-def test_pack_command_survives_a_kill(tmp_path: Path):
-    environment = os.environ | {"MOEXP_HOME": str(tmp_path / "home")}
-    recipe = ["--recipe", "tiny", "--set", "target.tiny.num_experts=64", "--set", "target.tiny.num_layers=6"]
+def test_pack_command_goes_on_where_one_was_killed(moexp_home: Path, tmp_path: Path):
+    changes = ["target.tiny.num_experts=64", "target.tiny.num_layers=3"]
+    options = ["--recipe", "tiny", *(word for change in changes for word in ("--set", change))]
 
-    def moexp(*arguments: str) -> list[str]:
-        return [sys.executable, "-m", "moexp", *arguments, *recipe]
+    def moexp(*arguments: str) -> str:
+        result = CliRunner().invoke(cli.app, [*arguments, *options])
+        assert result.exit_code == 0, result.output
+        return result.stdout
 
-    subprocess.run(moexp("build-target"), env=environment, check=True, capture_output=True)
-    command = [*moexp("pack"), "--quant", "q8_0", "--out", str(tmp_path / "out")]
-    running = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    try:
-        while running.poll() is None and not list(tmp_path.glob(".out.packing/*.sums.json")):
-            pass
-        running.send_signal(signal.SIGKILL)
-    finally:
-        running.wait()
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    assert f"packed: {tmp_path / 'out'}" in done.stdout
-    assert len(read_index(tmp_path / "out").keys) == 5 * 64
-    assert json.loads((tmp_path / "out" / MANIFEST).read_text())["quant"] == "q8_0"
+    moexp("build-target")
+    script = """
+import os, signal, sys
+from pathlib import Path
+from moexp.runtime.store.pack_writer import pack_checkpoint
+def advance(done):
+    if done > 64:
+        os.kill(os.getpid(), signal.SIGKILL)
+pack_checkpoint(Path(sys.argv[1]), Path(sys.argv[2]), "q8_0", advance=advance)
+"""
+    out, target = tmp_path / "out", find_target(load_recipe("tiny", changes))
+    killed = subprocess.run([sys.executable, "-c", script, str(target), str(out)], cwd=REPO)
+    assert killed.returncode == -signal.SIGKILL
+    (first,) = tmp_path.glob(".out.packing/*.sums.json")
+    assert not out.exists()
+    kept = first.with_name(first.name.replace(".sums.json", ".bin"))
+    written = kept.stat().st_mtime_ns
+    assert f"packed: {out}" in moexp("pack", "--quant", "q8_0", "--out", str(out))
+    assert (out / kept.name).stat().st_mtime_ns == written
+    assert len(read_index(out).keys) == 2 * 64
+    assert json.loads((out / MANIFEST).read_text())["quant"] == "q8_0"
 
 
 @pytest.mark.e2e

@@ -335,6 +335,7 @@ def test_what_cannot_be_selected_is_an_error():
                 make_selector(name, SelectorOptions(epsilon=epsilon))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gamma", [4, 16, 63])
 def test_a_tree_of_64_nodes_over_58_layers_of_256_experts_takes_at_most_a_millisecond(gamma):
     rng = np.random.default_rng(0)

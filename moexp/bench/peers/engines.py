@@ -10,6 +10,7 @@ cold are not timed.
 from __future__ import annotations
 
 import ctypes
+import inspect
 import json
 import mmap
 import os
@@ -93,6 +94,9 @@ class Accelerate:
             model, dtype="auto", device_map=device_map, offload_folder=offload
         ).eval()
         self.files = [file for folder in (model, offload) for file in Path(folder).rglob("*") if file.is_file()]
+        # Later versions of transformers call it so, and warn of the name before.
+        names = inspect.signature(type(self.model).forward).parameters
+        self.cache_name = "cache" if "cache" in names else "past_key_values"
         self.cache: Any = None
 
     def start(self, ids: Sequence[int]) -> None:
@@ -107,7 +111,7 @@ class Accelerate:
 
     def _forward(self, ids: Sequence[int]) -> Any:
         with self.torch.inference_mode():
-            return self.model(self.torch.tensor([ids]), past_key_values=self.cache, use_cache=True).logits
+            return self.model(self.torch.tensor([ids]), **{self.cache_name: self.cache}, use_cache=True).logits
 
     def chill(self) -> None:
         for file in self.files:
