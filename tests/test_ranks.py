@@ -266,13 +266,13 @@ number, at, strike = (int(word) for word in sys.argv[1:4])
 del sys.argv[1:4]
 train = distill.train
 
-def struck(named, schedule, step_fn, *, checkpoint, **options):
+def struck(named, schedule, step_fn, updates, run):
     def step(n):
-        if (checkpoint.name, n, ranks.rank()) == ("end-to-end", at, number):
+        if (run.checkpoint.name, n, ranks.rank()) == ("end-to-end", at, number):
             os.kill(os.getpid(), strike)
         return step_fn(n)
 
-    return train(named, schedule, step, checkpoint=checkpoint, **options)
+    return train(named, schedule, step, updates, run)
 
 distill.train = struck
 main()
