@@ -90,34 +90,41 @@ def calibrate(
     with stage("Memory", None):
         copied = copy_gb_s(sample_bytes, rounds)
     compute = _time_compute(recipe, target, repeats)
+    moe_layers = len(target.spec.moe_layers)
     precision = (_PRECISION[target.dtype], f"dtype of recipe {recipe.name}")
     how = f"measured inside the runtime, {threads} threads, medians of {repeats} steps in turn, {compute.weights}"
     copies = f"bytes copied a second in host memory, {threads} threads, median of {rounds}"
     sections: dict[str, Constants] = {
         "link": _link(recipe, disk, copied, expert),
         "slots": _slots(recipe),
-        "compute": _compute(compute.times, target.spec.num_layers, len(target.spec.moe_layers), how),
+        "compute": _compute(compute.times, target.spec.num_layers, moe_layers, how),
         "precision": {"experts": precision, "resident": precision},
         "checks": {
             "disk_one_read_gb_s": (disk.one_gb_s, f"one read of {expert // READ_SPLITS} bytes under way"),
             "host_copy_gb_s": (copied, copies),
-            **_checks(compute, len(target.spec.moe_layers), how),
+            **_checks(compute, moe_layers, how),
         },
     }
+    provenance = {**collect_provenance(recipe.seed), "threads": threads, "target": target.fingerprint}
+    return path, _write(path, recipe, sections, provenance)
+
+
+def _write(path: Path, recipe: Recipe, sections: dict[str, Constants], provenance: dict[str, Any]) -> SimPlatform:
+    """Writes the constants as a platform's file; the platform that it holds."""
     values: dict[str, Any] = {
         "name": path.stem,
         "summary": f"{recipe.name} on this machine, experts from {recipe.store.kind}",
         "tag": "measured",
         "models": [recipe.name],
-        **{
-            section: {name: {"value": _rounded(value), "source": source} for name, (value, source) in held.items()}
-            for section, held in sections.items()
-        },
-        "provenance": {**collect_provenance(recipe.seed), "threads": threads, "target": target.fingerprint},
     }
+    for section, constants in sections.items():
+        values[section] = {
+            name: {"value": _rounded(value), "source": source} for name, (value, source) in constants.items()
+        }
+    values["provenance"] = provenance
     platform = parse_platform(path, values)
     write_text(path, dump_yaml(values))
-    return path, platform
+    return platform
 
 
 def calibrate_stage(recipe: Recipe, console: Console, out: Path | None = None) -> Path:

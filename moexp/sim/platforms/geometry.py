@@ -224,13 +224,13 @@ class ModelGeometry:
 def _published() -> dict[str, ModelGeometry]:
     with as_file(files(__package__) / "published_models.yaml") as path:
         models: dict[str, dict[str, Any]] = read_yaml(path)
-    found = {}
+    geometries = {}
     for name, shape in models.items():
         attention = latent_attention if "kv_rank" in shape["attention"] else grouped_attention
         shape["attention"] = attention(shape["hidden"], **shape["attention"])
         ids = shape["hub_ids"] = tuple(shape["hub_ids"])
-        found[name] = ModelGeometry(name=name, source=f"config.json of {ids[0]} on huggingface.co", **shape)
-    return found
+        geometries[name] = ModelGeometry(name=name, source=f"config.json of {ids[0]} on huggingface.co", **shape)
+    return geometries
 
 
 PUBLISHED_MODELS = _published()
