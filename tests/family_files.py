@@ -1,6 +1,6 @@
 """Small checkpoints in every family's hub format, quantised ones included, and dequantised copies as references.
 
-`CASES` says what is supported: each case is tested with experts in each of `STORES`, and the README's table lists them.
+`CASES` says what is supported: each case is tested with experts in each of `STORES`, and docs/families.md lists them.
 """
 
 from __future__ import annotations

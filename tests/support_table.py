@@ -1,6 +1,7 @@
-"""The README's table of what is supported, made from the tests that pass.
+"""The table of what is supported, made from the tests that pass.
 
-`python -m tests.support_table` runs `tests/test_families.py` and prints the table; `--write` puts it into README.md.
+`python -m tests.support_table` runs `tests/test_families.py` and prints the table; `--write` puts it into
+docs/families.md.
 A cell is filled where both the logits test and the bitwise test of that family, precision and store have passed.
 """
 
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from tests.family_files import CASES, STORES
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
 BEGIN, END = "<!-- support table -->", "<!-- end -->"
 NEEDED = ("test_logits_are_transformers_own", "test_every_method_has_ars_bits")
 _NODE = re.compile(r"::(\w+)\[(?P<case>[\w]+-[\w]+)-(?P<store>\w+)\]$")
@@ -54,9 +55,9 @@ def main() -> int:
     pytest.main(["-q", "-p", "no:xdist", "-k", " or ".join(NEEDED), str(tests)], plugins=[outcomes])
     made = table(outcomes.both())
     if "--write" in sys.argv[1:]:
-        text = README.read_text()
+        text = PAGE.read_text()
         start = text.index(BEGIN) + len(BEGIN)
-        README.write_text(f"{text[:start]}\n{made}\n{text[text.index(END, start) :]}")
+        PAGE.write_text(f"{text[:start]}\n{made}\n{text[text.index(END, start) :]}")
     print(made)
     return int(len(outcomes.both()) < len(CASES) * len(STORES))
 

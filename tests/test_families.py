@@ -1,6 +1,6 @@
 """Every family in the hub's own format: transformers' logits, and AR's bits from every method, wherever experts are.
 
-`tests/family_files.py` lists the cases; `python -m tests.support_table` makes the README's table of those that pass.
+`tests/family_files.py` lists the cases; `python -m tests.support_table` makes docs/families.md's table.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from moexp.target.families import FAMILIES
 from moexp.target.load import load_target
 from tests.engines import logits_to, prompt
 from tests.family_files import CASES, DTYPES, STORES, Case, edit_config, read_tensors, write_case, write_shards
-from tests.support_table import BEGIN, END, README, table
+from tests.support_table import BEGIN, END, PAGE, table
 
 pytestmark = pytest.mark.e2e
 
@@ -298,11 +298,11 @@ def test_experts_in_another_type_than_the_config_says_are_refused(copy):
         load_target(folder)
 
 
-# --- the README's table ---
+# --- the table of families ---
 
 
-def test_the_readme_has_the_table():
-    text = README.read_text()
+def test_the_page_of_families_has_the_table():
+    text = PAGE.read_text()
     block = text[text.index(BEGIN) + len(BEGIN) : text.index(END, text.index(BEGIN))]
     passing = {(case.id, store) for case in CASES for store in STORES}
     assert block.strip() == table(passing), "run `python -m tests.support_table --write`"

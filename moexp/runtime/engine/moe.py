@@ -100,6 +100,8 @@ class MoELayer:
 
         Returns:
             outputs [T, H], and the router's full top-k of the live rows [B, k], by descending gate.
+
+        Paper: DraftExpert eq. 1; DraftExpert eq. 2; EcoSpec eq. 1.
         """
         r, blocks = path.top_r, []
         for x_TH, live in zip(inputs, lives, strict=True):
