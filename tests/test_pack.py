@@ -274,9 +274,9 @@ def test_an_interrupted_pack_goes_on_behind_the_last_layer(source: Path, packed,
     out, written = tmp_path / "out", []
     whole_layer = packing._write_layer
 
-    def count(work, index, keys, *rest):
+    def count(records, keys, *rest):
         written.append(keys[0][0])
-        return whole_layer(work, index, keys, *rest)
+        return whole_layer(records, keys, *rest)
 
     def stop(done: int) -> None:
         if done == 11:  # in the second layer of eight experts

@@ -1,4 +1,4 @@
-"""Recording a run's routing, so that the simulator can walk it again (format: moexp/runtime/recording_file.py).
+"""Recording a run's routing, so that the simulator can walk it again (format: moexp/runtime/recording/files.py).
 
 While a request decodes, arrays are only set aside; at its end they are written as one part. Parts become one
 `routing.parquet` when the run closes, or when it is resumed. The engine decodes one request at a time.
@@ -38,31 +38,27 @@ WARMUP = -1  # the request that warm-up counts as
 
 
 class PassLog:
-    """An `EngineObserver` that keeps what it is told, in order.
-
-    Attributes:
-        passes: since they were last taken.
-    """
+    """An `EngineObserver` that holds what it receives, in order, until `take`."""
 
     def __init__(self) -> None:
-        self._kept: list[tuple[StepPath | None, Sequence[np.ndarray]]] = []
+        self._passes: list[tuple[StepPath | None, Sequence[np.ndarray]]] = []
 
     def passed(self, path: StepPath, routings: list[list[np.ndarray]]) -> None:
         """See `EngineObserver`."""
-        self._kept += [(path, routing) for routing in routings]
+        self._passes += [(path, routing) for routing in routings]
 
     def prefetched(self, routing_Lk: np.ndarray) -> None:
         """See `EngineObserver`."""
-        self._kept.append((None, list(routing_Lk[:, None])))
+        self._passes.append((None, list(routing_Lk[:, None])))
 
     def clear(self) -> None:
-        """Forget what was kept."""
-        self._kept.clear()
+        """Forget what was logged."""
+        self._passes.clear()
 
     def take(self) -> list[RecordedPass]:
-        """What was kept, which is then forgotten."""
-        kept, self._kept = self._kept, []
-        return [_recorded(path, np.stack(routing).astype(np.int16)) for path, routing in kept]
+        """What was logged since the last call."""
+        passes, self._passes = self._passes, []
+        return [_recorded(path, np.stack(routing).astype(np.int16)) for path, routing in passes]
 
 
 class Recorder:
@@ -71,7 +67,7 @@ class Recorder:
     Args:
         folder: the platform's, beside `steps.jsonl`.
         info: what is recorded. A recording of something else that lies there is replaced.
-        done: complete pairs (request, method); what was kept of others is dropped.
+        done: complete pairs (request, method); what was recorded of others is dropped.
 
     Attributes:
         log: the observer to give to every engine of the run.
@@ -123,8 +119,8 @@ class Recorder:
 
     def _merge(self, done: set[tuple[int, str]] | None) -> pa.Table:
         """Of all that lies in the folder, what is of this run and (unless None) of complete requests, in one file."""
-        places = [self._file, *sorted(self._parts.glob("*.parquet"))]
-        tables = [table for place in places if (table := self._read(place)) is not None]
+        files = [self._file, *sorted(self._parts.glob("*.parquet"))]
+        tables = [table for file in files if (table := self._read(file)) is not None]
         table = pa.concat_tables(tables) if tables else SCHEMA.empty_table()
         events = table.column("event").to_numpy()
         # A kill between the writing of the file and the removal of the parts leaves rows in both.
@@ -137,15 +133,15 @@ class Recorder:
         shutil.rmtree(self._parts, ignore_errors=True)
         return table
 
-    def _read(self, place: Path) -> pa.Table | None:
-        """The rows of a file of this very run; None where it is of another, or not there."""
-        if not place.exists():
+    def _read(self, file: Path) -> pa.Table | None:
+        """The rows of a file of this very run; None where it is of another, or missing."""
+        if not file.exists():
             return None
         try:
-            info, table = read_table(place)
+            info, table = read_table(file)
         except (OSError, pa.ArrowException, KeyError, ValueError, TypeError) as error:
             valid = f"{VALID}; remove it to measure again without it"
-            raise MoexpError("not a recording, or a damaged one", where=str(place), valid=valid) from error
+            raise MoexpError("not a recording, or a damaged one", where=str(file), valid=valid) from error
         same = replace(info, methods={}) == replace(self._info, methods={})
         return table.replace_schema_metadata(None) if same else None
 

@@ -11,8 +11,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,10 +80,7 @@ def pack_checkpoint(
     if _finished(destination, fingerprint, quant):
         return read_manifest(destination)
     keys = [key for key in index.keys if key[0] in spec.moe_layers]
-    geometry = set(map(index.shape, keys))
-    if len(geometry) != 1:
-        raise MoexpError("experts of different shapes", where=str(source), valid="all of one shape")
-    ((width, hidden),) = geometry
+    width, hidden = _one_shape(index, keys, source)
     size = RecordShape(quant, dtype, hidden, width, index.biased).record_bytes
     work = destination.with_name(f".{destination.name}.packing")
     with atomic.writing(destination):
@@ -90,13 +88,13 @@ def pack_checkpoint(
     with locked(work), atomic.writing(destination):
         _begin(work, {"source": fingerprint, "quant": quant})
         layers = {layer: [key for key in keys if key[0] == layer] for layer in spec.moe_layers}
-        _demand_space(work, layers, size, source)
+        records = _Records(work, index, dtype, quant, size)
+        _demand_space(records, layers, source)
         sums, done = {}, 0
         for layer, members in layers.items():
-            kept = _kept_layer(work, layer, len(members), size)
-            if kept is None:
-                kept = _write_layer(work, index, members, dtype, quant, size, partial(_advance_from, advance, done))
-            sums[layer], done = kept, done + len(members)
+            saved = _saved_sums(records, layer, len(members))
+            sums[layer] = saved or _write_layer(records, members, partial(_advance_from, advance, done))
+            done += len(members)
             advance(done)
         manifest = PackManifest(
             source=fingerprint,
@@ -111,8 +109,8 @@ def pack_checkpoint(
         )
         _write_rest(work, source, {name for name in index.tensor_names if _layer_of(name) in spec.moe_layers})
         _write_config(work, source, manifest)
-        for left in [work / _PLAN, work / ".lock", *work.glob("*.sums.json")]:
-            left.unlink()
+        for file in [work / _PLAN, work / ".lock", *work.glob("*.sums.json")]:
+            file.unlink()
         atomic.publish_folder(work, destination)
     return manifest
 
@@ -163,6 +161,24 @@ def _encode_matrix(matrix: Tensor, quant: str) -> np.ndarray:
     return quants.quantize(values, kind).reshape(-1)
 
 
+@dataclass(frozen=True)
+class _Records:
+    """Where a pack's records go, and what they are made of."""
+
+    work: Path
+    index: ExpertIndex
+    dtype: torch.dtype
+    quant: str
+    size: int
+
+
+def _one_shape(index: ExpertIndex, keys: list[ExpertKey], source: Path) -> tuple[int, int]:
+    shapes = set(map(index.shape, keys))
+    if len(shapes) != 1:
+        raise MoexpError("experts of different shapes", where=str(source), valid="all of one shape")
+    return shapes.pop()
+
+
 def _finished(destination: Path, fingerprint: str, quant: str) -> bool:
     """Whether the very pack is there; MoexpError where something else is."""
     if not destination.exists() or (destination.is_dir() and not any(destination.iterdir())):
@@ -187,15 +203,15 @@ def _begin(work: Path, plan: dict[str, str]) -> None:
     atomic.write_json(work / _PLAN, plan)
 
 
-def _kept_layer(work: Path, layer: int, experts: int, size: int) -> tuple[str, ...] | None:
+def _saved_sums(records: _Records, layer: int, experts: int) -> tuple[str, ...] | None:
     """Checksums of a layer that is on disk, or None. They are written after its records."""
-    file = work / layer_file(layer)
+    file = records.work / layer_file(layer)
     try:
         sums = json.loads(_sums_file(file).read_text())
     except (OSError, ValueError):
         return None
-    whole = file.is_file() and file.stat().st_size == experts * size and len(sums) == experts
-    return tuple(sums) if whole else None
+    complete = file.is_file() and file.stat().st_size == experts * records.size and len(sums) == experts
+    return tuple(sums) if complete else None
 
 
 def _advance_from(advance: Callable[[int], None], base: int, done: int) -> None:
@@ -206,27 +222,20 @@ def _sums_file(file: Path) -> Path:
     return file.with_suffix(".sums.json")
 
 
-def _demand_space(work: Path, layers: dict[int, list[ExpertKey]], size: int, source: Path) -> None:
-    missing = [len(keys) * size for layer, keys in layers.items() if _kept_layer(work, layer, len(keys), size) is None]
-    needed, free = sum(missing), shutil.disk_usage(work).free
+def _demand_space(records: _Records, layers: dict[int, list[ExpertKey]], source: Path) -> None:
+    missing = [len(keys) for layer, keys in layers.items() if _saved_sums(records, layer, len(keys)) is None]
+    needed, free = sum(missing) * records.size, shutil.disk_usage(records.work).free
     if needed > free:
         raise MoexpError(
             f"packing {source.name} needs {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free",
-            where=str(work.parent),
+            where=str(records.work.parent),
             valid="free some space, or point --out at another disk",
         )
 
 
-def _write_layer(
-    work: Path,
-    index: ExpertIndex,
-    keys: list[ExpertKey],
-    dtype: torch.dtype,
-    quant: str,
-    size: int,
-    advance: Callable[[int], None],
-) -> tuple[str, ...]:
-    file = work / layer_file(keys[0][0])
+def _write_layer(records: _Records, keys: list[ExpertKey], advance: Callable[[int], None]) -> tuple[str, ...]:
+    index, dtype, size = records.index, records.dtype, records.size
+    file = records.work / layer_file(keys[0][0])
     temp = file.with_suffix(".part")
     threads = os.cpu_count() or 1
     batch = max(threads, _BATCH_BYTES // (max(map(index.elements, keys)) * dtype.itemsize + size))
@@ -237,7 +246,9 @@ def _write_layer(
             store.begin_cycle()
             ticket = store.request(keys[begin : begin + batch], "prefill")
             try:
-                arrived = {key: pool.submit(encode, weights, quant, size) for key, weights in store.arrivals(ticket)}
+                arrived = {
+                    key: pool.submit(encode, weights, records.quant, size) for key, weights in store.arrivals(ticket)
+                }
                 for key in ticket.keys:
                     record = arrived[key].result()
                     sums.append(checksum(record))
@@ -289,18 +300,13 @@ def _copy_tensors(shard: Path, file: Path, entries: dict[str, dict[str, Any]]) -
     with open(shard, "rb") as read, open(file, "wb") as write:
         write.write(header_bytes(header))
         for _, entry in ordered:
-            for chunk in _chunks(read, *entry["data_offsets"]):
-                write.write(chunk)
-
-
-def _chunks(file: Any, begin: int, end: int) -> Iterator[bytes]:
-    file.seek(begin)
-    while begin < end:
-        chunk = file.read(min(_COPY_BYTES, end - begin))
-        if not chunk:
-            raise MoexpError("the shard ends too early", where=str(file.name))
-        begin += len(chunk)
-        yield chunk
+            begin, end = entry["data_offsets"]
+            read.seek(begin)
+            while begin < end:
+                chunk = read.read(min(_COPY_BYTES, end - begin))
+                if not chunk:
+                    raise MoexpError("the shard ends too early", where=str(shard))
+                begin += write.write(chunk)
 
 
 def _write_config(work: Path, source: Path, manifest: PackManifest) -> None:

@@ -137,7 +137,8 @@ class LeastStale:
         used.move_to_end(key)
 
     def on_drop(self, key: ExpertKey) -> None:
-        self._last.get(key[0], {}).pop(key, None)
+        if key[0] in self._last:
+            self._last[key[0]].pop(key, None)
 
     def victim(self, allowed: Callable[[ExpertKey], bool]) -> ExpertKey | None:
         best, victim = None, None
