@@ -1,1 +1,1 @@
-"""Which experts every pass asked for, kept for the simulator."""
+"""Records the experts of every pass, for the simulator."""

@@ -124,18 +124,18 @@ class Recording:
         return [one for one in self.cycles if one.method == label and one.request >= 0 and one.cycle >= 0]
 
 
-def find_recording(place: Path) -> Path:
+def find_recording(location: Path) -> Path:
     """The file of a recording given by its path or its folder."""
-    return place / ROUTING if place.is_dir() else place
+    return location / ROUTING if location.is_dir() else location
 
 
-def read_recording(place: Path) -> Recording:
+def read_recording(location: Path) -> Recording:
     """The recording in a file, or in a folder's `routing.parquet`.
 
     Raises:
         MoexpError: there is none, or it is cut, damaged or something else.
     """
-    path = find_recording(place)
+    path = find_recording(location)
     try:
         info, table = read_table(path)
         return Recording(info, list(_cycles(table, info.geometry)))

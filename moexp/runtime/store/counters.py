@@ -33,13 +33,13 @@ class StoreCounters:
     """Totals of a store since it was opened, and the same by phase.
 
     Invariants: `demanded = hit + late + missed`; `prefetched = used + wasted + outstanding`, where outstanding are the
-    prefetched experts, in memory or on their way, that nobody has demanded yet (none is left after `close`);
+    prefetched experts, in memory or on their way, that were not demanded yet (none is left after `close`);
     `read_bytes = demand_bytes + prefetch_bytes`.
 
     prefetched: prefetches launched. used: of these, demanded before they were dropped, at most once a residency.
     wasted: of these, dropped without having been demanded; cancelled: of the wasted, dropped before their read began,
     which cost no bytes. Bytes are those asked of the device (so they include alignment), are counted when the last of
-    an expert has come in, and belong to whoever launched the read.
+    an expert has come in, and belong to the phase or prefetch that launched the read.
     """
 
     demanded: int = 0

@@ -48,7 +48,7 @@ class HostSource:
     """Experts in host memory; a transfer is a copy into a slot.
 
     Args:
-        weights: every expert; kept as they are.
+        weights: every expert.
     """
 
     def __init__(self, weights: Mapping[ExpertKey, ExpertWeights]) -> None:
