@@ -354,7 +354,7 @@ def test_shipped_sweeps_can_be_read_and_are_no_recipes():
     assert not {file.stem for file in files} & {info.name for info in list_recipes()}
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_killed_sweep_goes_on(run: Path, tmp_path: Path, workers):
     """SIGKILL with some parts done: they are not simulated again, and the result is that of a whole run."""
     path = sweep_file(tmp_path, recording=run / "resident", platform="cg", workers=workers)
