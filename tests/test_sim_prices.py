@@ -40,7 +40,7 @@ BLOCK = ComputeCosts(0.003, attention_s=2e-3, router_s=3e-4, shared_s=6e-4, expe
 
 def scaled(costs: ComputeCosts, by: float) -> ComputeCosts:
     """Every part `by` times as long."""
-    return replace(costs, **{name: value * by for name, value in seconds(costs).items()})
+    return replace(costs, **{name: value * by for name, value in seconds(costs).items()})  # type: ignore[arg-type]
 
 
 def step(costs: ComputeCosts, experts: int, *, drafting: bool = False, stall: float = 0.02) -> dict[str, float]:
