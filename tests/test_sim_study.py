@@ -74,14 +74,14 @@ def made_up_run(folder: Path, store: dict[str, Any], time_of: Any, *, prompts: i
     ):
         for request in range(prompts):
             for label, method in METHODS.items():
-                steps = []
+                steps, routed_passes = [], list[RecordedPass]()
                 for number in range(cycles):
                     drafts = 0 if label == "ar" else K
                     rows = routed(rng, drafts + 1)
                     r, drafted = method["r"], label == "drafts"
                     passes = [RecordedPass("draft", rows[:, at : at + 1], r, drafted) for at in range(drafts)]
                     passes.append(RecordedPass("verify" if drafts else "ar", rows))
-                    recorder.log._kept += [(one, list(one.routing)) for one in passes]  # type: ignore[misc]
+                    routed_passes += passes
                     union = sum(len(np.unique(ids)) for ids in rows)
                     accepted = min(number % 4, drafts)
                     draft_s, verify_s = time_of(method, drafts, union)
@@ -91,7 +91,7 @@ def made_up_run(folder: Path, store: dict[str, Any], time_of: Any, *, prompts: i
                             verify_s, draft_s + verify_s, [0.9, 0.6, 0.3, 0.2][:drafts], unique_verify=union,
                         )
                     )  # fmt: skip
-                recorder.keep(request, "chat", label, steps)
+                recorder.keep(request, "chat", label, steps, routed_passes)
                 for step in steps:
                     steps_file.write(step)
                 tokens = [token for step in steps for token in step.tokens]
