@@ -355,28 +355,24 @@ def test_closing_with_reads_under_way_and_twice():
             call()
 
 
-class SignallingQueue(SimpleQueue):
-    """Sends Ctrl-C to this process once, when the store begins to wait for a landing."""
+class InterruptedQueue(SimpleQueue):
+    """Ctrl-C strikes once, as the store turns to wait for a landing."""
 
-    def __init__(self) -> None:
-        self.waiting = threading.Event()
-        threading.Thread(target=self._interrupt, daemon=True).start()
+    struck = False
 
     def get(self, *options):
-        self.waiting.set()
+        if not self.struck:
+            self.struck = True
+            signal.raise_signal(signal.SIGINT)
         return super().get(*options)
-
-    def _interrupt(self) -> None:
-        self.waiting.wait()
-        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_interrupt_while_waiting():
-    """Ctrl-C reaches a blocked `arrivals`, and the store can be used and closed after it."""
+    """Ctrl-C reaches `arrivals`, and the store can be used and closed after it."""
     source = MarkedSource()
     source.gate.clear()
     pool = TransferPool(source, StoreOptions(io_threads=1))
-    pool.landed = SignallingQueue()
+    pool.landed = InterruptedQueue()
     with marked_store(source=source, transport=pool) as store:
         ticket = store.request([(1, 0)], "ar")
         with pytest.raises(KeyboardInterrupt):
