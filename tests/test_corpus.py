@@ -11,8 +11,7 @@ import torch
 from moexp.base.errors import MoexpError
 from moexp.config.target import CorpusSection
 from moexp.learn.corpus.files import Author, corpus_rows, load_rows, save_rows, shipped_corpora, write_corpus
-from moexp.learn.corpus.scripts import chat_frame, scripts
-from moexp.learn.corpus.streams import Part, Script, write_streams
+from moexp.learn.corpus.streams import Part, Script, chat_frame, scripts, write_streams
 from moexp.target.tiny import byte_tokenizer
 from tests.tiny_models import dense_model, random_rows
 

@@ -21,7 +21,6 @@ from moexp.base.errors import MoexpError
 from moexp.learn.core.loop import Metrics, Run, Schedule
 from moexp.learn.heads.chains import Chains, TargetPass, chain_mask
 from moexp.learn.heads.draft_tree import Trees, accepted_paths, grow_trees, read_target, tree_rewards
-from moexp.learn.heads.fit import measure_head, train_head
 from moexp.learn.heads.gto import (
     TreeSettings,
     clipped_surrogate,
@@ -32,6 +31,7 @@ from moexp.learn.heads.gto import (
 )
 from moexp.learn.heads.loss import head_loss, read_teacher
 from moexp.learn.heads.start import start_by_least_squares
+from moexp.learn.heads.train import measure_head, train_head
 from moexp.learn.heads.unrolled import HeadSettings, unrolled_loss
 from moexp.target.heads.eagle_head import EagleHead
 from moexp.target.heads.eagle_head import start_from_target as start_eagle

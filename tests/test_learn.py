@@ -22,8 +22,7 @@ from moexp.learn.draft_expert.distill import DistillSettings, distill, teacher_k
 from moexp.learn.draft_expert.losses import Weights, residual_loss, router_distribution
 from moexp.learn.draft_expert.measure import measure_acceptance, measure_agreement
 from moexp.learn.draft_expert.path import DraftPath
-from moexp.learn.draft_expert.start import start_from_neurons
-from moexp.learn.draft_expert.train import context_starts
+from moexp.learn.draft_expert.train import context_starts, start_from_neurons
 from moexp.runtime.decoding.decode import decode_all
 from moexp.runtime.decoding.method import Method
 from moexp.runtime.engine.engine import Block, Engine

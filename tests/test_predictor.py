@@ -24,12 +24,19 @@ from moexp.config.recipe import load_recipe
 from moexp.data.traces import RoutingGeometry, TraceManifest, TraceShard, read_trace, write_shard
 from moexp.learn.core.loop import Run, Schedule
 from moexp.learn.predictor import train as training
-from moexp.learn.predictor.baselines import CONTEXT_FREE, PREVIOUS_TOKEN, baseline_hits
 from moexp.learn.predictor.data import RoutingRows, batch_of, read_rows, rows_of, split_rows
-from moexp.learn.predictor.lesson import LEVELS, NEAR, Lesson, Levels, evaluate
+from moexp.learn.predictor.lesson import (
+    CONTEXT_FREE,
+    LEVELS,
+    NEAR,
+    PREVIOUS_TOKEN,
+    Lesson,
+    Levels,
+    baseline_hits,
+    evaluate,
+)
 from moexp.learn.predictor.loss import overlap_hits, routing_logits, routing_loss
-from moexp.learn.predictor.start import RIDGE, SCALES, fit_head
-from moexp.learn.predictor.train import PREDICTOR, fit
+from moexp.learn.predictor.train import PREDICTOR, RIDGE, SCALES, fit, fit_head
 from moexp.runtime.drafters.draft_tree import DraftTree, blocks_of
 from moexp.runtime.engine.engine import AR, Block
 from moexp.runtime.opening import open_predictor

@@ -1,7 +1,4 @@
-"""Where the artifacts of a recipe lie: targets, draft experts, heads, predictors, traces, runs and results.
-
-Stages meet only here, through folders: each can be run alone, and artifacts that exist are used as they are.
-"""
+"""Where the artifacts of a recipe lie: stages meet only through these folders, and use what exists as it is."""
 
 from __future__ import annotations
 
@@ -27,9 +24,7 @@ def run_folder(recipe: Recipe, out: Path | None = None, paper: str = "draftexper
 
 def target_folder(recipe: Recipe) -> Path:
     """Where the recipe's built target lies (unpadded), whether it exists yet or not."""
-    if recipe.paths.target is not None:
-        return Path(recipe.paths.target)
-    return artifact_path("targets", recipe, "target", "seed")
+    return artifact_path("targets", recipe, "target", "seed", given=recipe.paths.target)
 
 
 def padded_folder(recipe: Recipe) -> Path:
@@ -45,9 +40,7 @@ def padded_beside(folder: Path, width: int) -> Path:
 
 def draft_folder(recipe: Recipe) -> Path:
     """Where the recipe's draft experts lie."""
-    if recipe.paths.draft_experts is not None:
-        return Path(recipe.paths.draft_experts)
-    return artifact_path("drafts", recipe, "target", "draft", "seed")
+    return artifact_path("drafts", recipe, "target", "draft", "seed", given=recipe.paths.draft_experts)
 
 
 def predictor_recipe(recipe: Recipe) -> Recipe:
@@ -57,11 +50,9 @@ def predictor_recipe(recipe: Recipe) -> Recipe:
 
 
 def predictor_folder(recipe: Recipe) -> Path:
-    """Where the recipe's expert predictor lies; checkpoints that training saved are folders within."""
-    if recipe.paths.predictor is not None:
-        return Path(recipe.paths.predictor)
+    """Where the recipe's expert predictor lies, with checkpoints in folders within."""
     sections = ("target", "predictor", "trace", "draft.corpus", "seed")
-    return artifact_path("predictors", predictor_recipe(recipe), *sections)
+    return artifact_path("predictors", predictor_recipe(recipe), *sections, given=recipe.paths.predictor)
 
 
 def with_head(recipe: Recipe, kind: str) -> Recipe:
@@ -113,12 +104,10 @@ def home() -> Path:
     return Path(os.environ.get("MOEXP_HOME") or "~/.cache/moexp").expanduser()
 
 
-def artifact_path(kind: str, recipe: Recipe, *sections: str) -> Path:
-    """The folder of an artifact under `home()`, for example `targets/carved-0f3a...`.
-
-    `sections` are the parts of the recipe that the artifact depends on: another value there, another folder. Recipes
-    that agree in them share it.
-    """
+def artifact_path(kind: str, recipe: Recipe, *sections: str, given: str | None = None) -> Path:
+    """The folder `given`, or one under `home()` that the recipe's `sections` decide: `targets/carved-0f3a...`."""
+    if given is not None:
+        return Path(given)
     target = recipe.target
     label = Path(target.path).name if target.kind == "hub" and target.path else target.kind
     return home() / kind / f"{label}-{recipe.digest(*sections)}"

@@ -1,10 +1,7 @@
 """YAML recipes: inheritance, overrides, and errors that name the nearest valid key.
 
-    recipe = load_recipe("pocket", ["draft.width=768"])
-
-A recipe is a file of the values of `Recipe`. `base: NAME|PATH` starts from another recipe:
-sections are merged, everything else is replaced. Each source (a base, the file, every `--set`) is checked
-for unknown keys on its own, so that an error can say which of them is wrong.
+A recipe is a file of the values of `Recipe`. `base: NAME|PATH` starts from another one: sections are merged, everything
+else is replaced. Each source (a base, the file, every `--set`) is checked on its own, so that an error names it.
 """
 
 from __future__ import annotations
@@ -74,10 +71,7 @@ class Recipe(Section):
         return dump_yaml(self.model_dump(mode="json"))
 
     def digest(self, *sections: str) -> str:
-        """Twelve hex digits over the values of `sections` (dotted names), the same on every machine.
-
-        Used in artifact names: an artifact made with other values of what it depends on gets another name.
-        """
+        """Twelve hex digits over the values of `sections` (dotted names): the end of an artifact's name."""
         assert sections, "name the sections that the artifact depends on"
         values = self.model_dump(mode="json")
         chosen = {}
@@ -108,7 +102,7 @@ def load_recipe(name_or_path: str | Path, overrides: Sequence[str] = ()) -> Reci
 
 
 def load_method(name_or_path: str | Path, base: str | Path) -> Recipe:
-    """A recipe, or a method: a file, or one of `recipes/methods` by name, that names no base and is laid over `base`.
+    """A recipe, or a method (a file, or a name in `recipes/methods`) without a base, laid over `base`.
 
     Raises:
         MoexpError: as for `load_recipe`.
@@ -144,12 +138,8 @@ def find_named(
 ) -> Path:
     """A file given by path, or by its name among those known (with or without `.yaml`).
 
-    Args:
-        what: the kind of file, for the error.
-        where, note: of the error: where it was asked for, and what follows the valid names.
-
     Raises:
-        MoexpError: neither; it names the nearest one.
+        MoexpError: neither; it names the nearest one. Its words are `what`, `where` and `note` (after the names).
     """
     path = Path(name_or_path)
     if path.is_file():
@@ -165,7 +155,7 @@ def find_named(
 
 
 def list_recipes() -> list[RecipeInfo]:
-    """Every shipped recipe by name, each fully loaded, so that a broken one cannot hide."""
+    """Every shipped recipe by name, each fully loaded."""
     recipes = [(load_recipe(file), file) for file in _shipped().values()]
     return [RecipeInfo(recipe.name, recipe.summary, file) for recipe, file in recipes]
 
@@ -191,7 +181,7 @@ def valid_keys() -> list[str]:
 
 
 def nearest_key(key: str, among: Sequence[str] | None = None) -> str:
-    """The dotted key most like `key`, by its full name or by its last part alone: of a recipe's, or of those given."""
+    """The dotted key most like `key`, by full name or last part, of a recipe's or of those given."""
     leaf = key.rsplit(".", 1)[-1]
 
     def likeness(candidate: str) -> tuple[float, int]:
@@ -208,18 +198,13 @@ def nearest_key(key: str, among: Sequence[str] | None = None) -> str:
 def _read_with_base(
     path: Path, chain: tuple[Path, ...], default: Path | None = None
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of a file over those of its bases, and which source set each dotted key.
-
-    Args:
-        default: the base of a file that names none.
-    """
+    """The values of a file over those of its bases (`default` where it names none), and the source of each key."""
     resolved = path.resolve()
     if resolved in chain:
         circle = " -> ".join(step.name for step in (*chain, resolved))
         raise MoexpError(f"recipes name each other as base: {circle}", where=str(path))
     own = read_yaml(path)
-    if own is None:
-        own = {}
+    own = {} if own is None else own
     if not isinstance(own, dict):
         raise MoexpError("a recipe must be a mapping of sections", where=str(path))
     _check_keys(own, str(path))

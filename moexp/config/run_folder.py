@@ -5,9 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from moexp.base import atomic
@@ -21,11 +20,6 @@ REMEDY = "remove it to start over"
 class RunDir:
     """A run folder, held by one process at a time.
 
-        with RunDir(path, recipe) as run:
-            if run.result("trace", digest) is None:
-                ...
-                run.mark_done("trace", digest, {"tokens": 50_000})
-
     Opening it makes the folder, takes its lock, writes `recipe.yaml` (resolved) and adds this invocation to
     `provenance.json`, so that a resumed run names every command that had a part in it.
 
@@ -37,30 +31,26 @@ class RunDir:
         self.path = Path(path)
         self.recipe = recipe
         self._argv = argv
-        self._lock_fd: int | None = None
+        self._lock = ExitStack()
 
     def __enter__(self) -> RunDir:
         if self.path.exists() and not self.path.is_dir():
             raise MoexpError("a file stands where the run folder should be", where=str(self.path))
-        with atomic.writing(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock_fd = _lock(self.path)
-        try:
+        with ExitStack() as lock:
+            with atomic.writing(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+                lock.enter_context(locked(self.path))
             atomic.remove_leftovers(self.path)
             atomic.write_text(self.path / "recipe.yaml", self.recipe.resolved_yaml())
             invocation = collect_provenance(self.recipe.seed, self._argv)
             provenance = self.path / "provenance.json"
             earlier = atomic.read_json(provenance, valid=REMEDY)["invocations"] if provenance.exists() else []
             atomic.write_json(provenance, {"invocations": [*earlier, invocation]})
-        except BaseException:
-            self._unlock()
-            raise
+            self._lock = lock.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._unlock()
+    def __exit__(self, *error: object) -> None:
+        self._lock.close()
 
     def result(self, stage: str, digest: str) -> dict[str, Any] | None:
         """The result that `mark_done` saved of a stage; None if not done, or done with another digest."""
@@ -74,17 +64,8 @@ class RunDir:
         """Records that a stage is finished. Call it last, once everything that the stage wrote is on disk."""
         atomic.write_json(self._marker(stage), {"stage": stage, "digest": digest, "result": result or {}})
 
-    def forget(self, stage: str) -> None:
-        """Makes a stage run again."""
-        self._marker(stage).unlink(missing_ok=True)
-
     def _marker(self, stage: str) -> Path:
         return self.path / f"{stage}.done.json"
-
-    def _unlock(self) -> None:
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)  # closing gives the lock up; so does dying
-            self._lock_fd = None
 
 
 @contextmanager
@@ -94,26 +75,16 @@ def locked(folder: Path) -> Iterator[None]:
     Raises:
         MoexpError: another process holds it.
     """
-    fd = _lock(folder)
-    try:
-        yield
-    finally:
-        os.close(fd)
-
-
-def _lock(folder: Path) -> int:
-    """Takes the folder's lock without waiting; the returned descriptor holds it."""
     fd = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        holder = os.read(fd, 32).decode(errors="replace").strip()
-        os.close(fd)
-        raise MoexpError(
-            f"another moexp run (process {holder or 'unknown'}) is using this folder",
-            where=str(folder),
-            valid="wait for it, or choose another --out",
-        ) from error
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-    return fd
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
+            what = f"another moexp run (process {holder}) is using this folder"
+            raise MoexpError(what, where=str(folder), valid="wait for it, or choose another --out") from error
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(fd)  # closing gives the lock up; so does dying

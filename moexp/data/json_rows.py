@@ -42,11 +42,8 @@ def pick_texts(row: Row, fields: Sequence[str], where: str) -> tuple[str, ...]:
         raise MoexpError(f"no field {missing}", where=where, valid=", ".join(row) or "the row is empty")
     texts = _texts(row[field])
     if texts is None:
-        raise MoexpError(
-            f"field {field!r} holds no text",
-            where=where,
-            valid="a string, a list of strings, or chat messages",
-        )
+        valid = "a string, a list of strings, or chat messages"
+        raise MoexpError(f"field {field!r} holds no text", where=where, valid=valid)
     return texts
 
 

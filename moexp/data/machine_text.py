@@ -1,7 +1,4 @@
-"""Text that every machine has: the documentation and comments of Python's own standard library.
-
-Nearly half a million words of technical English, needing no network.
-"""
+"""Text that every machine has: documentation and comments of Python's standard library, half a million words."""
 
 from __future__ import annotations
 
@@ -24,10 +21,7 @@ MIN_COMMENT_WORDS = 12
 
 
 def machine_texts(root: Path | None = None) -> Iterator[str]:
-    """Yield chunks of about 2,000 characters, the same on every run with the same Python.
-
-    Args:
-        root: folder of Python sources; by default the standard library of this interpreter.
+    """Chunks of about 2,000 characters from the sources in `root` (the standard library), always the same.
 
     Raises:
         MoexpError: the folder holds no Python sources (a stripped installation).
@@ -49,13 +43,11 @@ def machine_texts(root: Path | None = None) -> Iterator[str]:
 def _source_names(root: Path) -> Iterator[str]:
     for folder, subfolders, files in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
-        for name in files:
-            if name.endswith(".py"):
-                yield (Path(folder) / name).relative_to(root).as_posix()
+        yield from ((Path(folder) / name).relative_to(root).as_posix() for name in files if name.endswith(".py"))
 
 
 def join_chunks(pieces: Iterable[str]) -> Iterator[str]:
-    """Join short pieces with blank lines to chunks of about `CHUNK_CHARS`; a piece is never cut."""
+    """Pieces joined by blank lines to chunks of about `CHUNK_CHARS`."""
     chunk: list[str] = []
     size = 0
     for piece in pieces:

@@ -51,12 +51,10 @@ class Prompt:
 
 
 def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
-    """Prompts of a source (see the module's docstring), in a fixed order.
+    """Prompts of a source (see the module's docstring), in a fixed order, the first `limit`.
 
-    Args:
-        source: an embedded name, a benchmark's, a local JSONL path or a hub dataset. Without `#field` the text
-            comes from the first of `PROMPT_FIELDS` a row has.
-        limit: at most that many, from the start; any prefix of `embedded` is balanced over the workloads.
+    Without `#field` the text comes from the first of `PROMPT_FIELDS` a row has. Any prefix of `embedded` is balanced
+    over the workloads.
 
     Raises:
         MoexpError: unknown name, missing file, line that is not JSON, missing field, unreadable dataset.
@@ -82,11 +80,10 @@ def load_prompts(source: str, limit: int | None = None) -> list[Prompt]:
 
 
 def load_texts(source: str) -> Iterator[str]:
-    """Plain texts of a corpus, one at a time, so that a corpus of any size fits.
+    """Plain texts of a corpus, one at a time.
 
-    Args:
-        source: `machine`, a local .txt (paragraphs joined to chunks), .jsonl or .parquet file, or a hub
-            dataset (streamed). Without `#field` the text comes from the first of `TEXT_FIELDS` a row has.
+    `source` is `machine`, a .txt (paragraphs joined to chunks), .jsonl or .parquet file, or a hub dataset (streamed).
+    Without `#field` the text comes from the first of `TEXT_FIELDS` a row has.
 
     Raises:
         MoexpError: as `load_prompts`; raised with the first text.

@@ -1,7 +1,5 @@
 """The public benchmarks that the two papers measure on: where their rows are, and the prompt that a row gives.
 
-    turns = [turns for _, turns in benchmark_rows("gsm8k", "data/gsm8k_test.jsonl")]
-
 EcoSpec's seven with the prompts of its appendix E, spaces as printed there; and sets for DraftExpert's five kinds
 of prompts, of which that paper names two (GSM8K, MBPP) and prints no prompt.
 """
@@ -25,33 +23,26 @@ QUESTION_ID = "question_id"  # what local copies number their rows by, whatever 
 class Exemplars:
     """Answered rows that stand before a question, the first `count` of another split."""
 
-    hub: str
-    """`repo:config:split`."""
-    file: str
-    """A local copy's name, beside the local copy of the benchmark."""
+    hub: str  # `repo:config:split`
+    file: str  # a local copy's name, beside the local copy of the benchmark
     count: int
-    answer: str
-    """The field that follows the prompt of such a row."""
+    answer: str  # the field that follows the prompt of such a row
 
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One benchmark: its rows, and its prompt. `name` is the source's name, and the workload that prompts are under."""
+    """One benchmark: its rows and its prompt. `name` is the source's and the workload's."""
 
     name: str
-    hub: str
-    """`repo[:config]:split`."""
+    hub: str  # `repo[:config]:split`
     fields: tuple[str, ...]
     """Where a row's text is: the first that it has, under the hub's name. A list of texts is as many turns."""
     template: str = "{text}"
-    context: str | None = None
-    """A field that follows the text after a blank line, where it is not empty."""
+    context: str | None = None  # a field that follows the text after a blank line, where it is not empty
     id_field: str | None = None
     exemplars: Exemplars | None = None
-    streaming: bool = False
-    """Read over the network row by row: the set is large, and a few rows are wanted."""
-    drop: tuple[str, ...] = ()
-    """Columns of the hub's data set that are never decoded."""
+    streaming: bool = False  # read over the network row by row: the set is large
+    drop: tuple[str, ...] = ()  # columns of the hub's data set that are never decoded
 
     def turns(self, row: Row, where: str) -> tuple[str, ...]:
         """The user's messages of a row, exemplars left out; a row's own `turns` stand as they are.
@@ -108,12 +99,9 @@ BENCHMARKS = {benchmark.name: benchmark for benchmark in _ALL}
 
 
 def benchmark_rows(name: str, path: str | Path | None = None) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(id, turns) of each row of a benchmark, in the hub's order.
+    """(id, turns) of each row of one of `BENCHMARKS`, in the hub's order.
 
-    Args:
-        name: one of `BENCHMARKS`.
-        path: a local JSONL file in place of the hub: rows in the hub's fields, or with `turns`, which are used as
-            they are.
+    `path` is a local JSONL file in place of the hub: rows in the hub's fields, or with `turns`, used as they are.
 
     Raises:
         MoexpError: an unreachable hub, a missing file or field, missing exemplars.

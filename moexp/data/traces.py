@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class RoutingGeometry:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> RoutingGeometry:
-        """From the keys of a manifest or a header, others ignored; KeyError or TypeError where one is missing."""
+        """From a manifest or a header; KeyError or TypeError where a key is missing."""
         return cls(tuple(value["layers"]), value["num_experts"], value["top_k"])
 
 
@@ -79,7 +79,7 @@ class ShardEntry:
 
 @dataclass
 class TraceManifest:
-    """What a trace is of. `identity` hashes all that decides its bytes but the text itself; see `ShardEntry.text`."""
+    """What a trace is of. `identity` hashes all that decides its bytes but the text (see `ShardEntry.text`)."""
 
     target: str
     model_type: str
@@ -160,11 +160,7 @@ def write_shard(folder: Path, number: int, shard: TraceShard, manifest: TraceMan
 
 
 def read_manifest(folder: Path) -> TraceManifest:
-    """The manifest of a trace, finished or not.
-
-    Raises:
-        MoexpError: there is none, or it cannot be read.
-    """
+    """The manifest of a trace, finished or not; MoexpError where there is none that can be read."""
     path = folder / MANIFEST
     try:
         values = json.loads(path.read_text())
@@ -179,14 +175,11 @@ def read_manifest(folder: Path) -> TraceManifest:
 
 
 def read_trace(folder: Path, fingerprint: str | None = None) -> Trace:
-    """Opens a trace and checks all of it: every shard is present, complete, and of this trace.
-
-    Args:
-        fingerprint: of the target it must be of (`moexp.target.load.target_identity`).
+    """Opens a trace and checks all of it.
 
     Raises:
-        MoexpError: no trace, one that is not finished, one of another target, or a shard that is missing, cut, changed
-            or foreign.
+        MoexpError: no finished trace, another target than that of this `fingerprint` (`target_identity`), or a shard
+            that is missing or changed.
     """
     manifest = read_manifest(folder)
     if fingerprint is not None and manifest.target != fingerprint:
@@ -204,18 +197,19 @@ def read_trace(folder: Path, fingerprint: str | None = None) -> Trace:
     return Trace(folder, manifest)
 
 
-def expert_demands(trace: Trace) -> dict[tuple[int, int], float]:
-    """How many tokens of a trace use each expert, by (decoder layer, expert); experts that none uses included."""
-    geometry = trace.geometry
+def expert_counts(shards: Iterable[TraceShard], geometry: RoutingGeometry) -> np.ndarray:
+    """How many tokens use each expert, int64 [L, E]."""
     counts_LE = np.zeros((len(geometry.layers), geometry.num_experts), dtype=np.int64)
-    for shard in trace.shards():
+    for shard in shards:
         for counts_E, used_Tk in zip(counts_LE, shard.experts_TLk.swapaxes(0, 1), strict=True):
             counts_E += np.bincount(used_Tk.ravel(), minlength=geometry.num_experts)
-    return {
-        (layer, expert): float(count)
-        for layer, counts_E in zip(geometry.layers, counts_LE.tolist(), strict=True)
-        for expert, count in enumerate(counts_E)
-    }
+    return counts_LE
+
+
+def expert_demands(trace: Trace) -> dict[tuple[int, int], float]:
+    """How many tokens of a trace use each expert, by (decoder layer, expert)."""
+    counts_LE = expert_counts(trace.shards(), trace.geometry)
+    return {(trace.geometry.layers[row], expert): float(count) for (row, expert), count in np.ndenumerate(counts_LE)}
 
 
 def shard_problem(folder: Path, entry: ShardEntry) -> str:
@@ -232,7 +226,7 @@ def shard_problem(folder: Path, entry: ShardEntry) -> str:
 
 
 def _metadata(manifest: TraceManifest) -> dict[str, str]:
-    """Stored in each shard too, so that one that has lost its folder can be identified."""
+    """Stored in each shard too."""
     return {"format": FORMAT, "target": manifest.target, "geometry": json.dumps(asdict(manifest.geometry))}
 
 

@@ -1,7 +1,4 @@
-"""What trainers of drafters and traces start from: the target with all its experts in memory, and its corpora.
-
-Shapes: N rows, L tokens a row.
-"""
+"""What trainers of drafters start from: the target with its experts in memory, and rows [N, L] of its corpora."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from moexp.target.tokenizer import load_tokenizer
 
 @dataclass
 class TrainingSetup:
-    """A target in memory with rows to train on and rows held out, in a folder for unfinished work."""
+    """A target in memory, rows to train on and rows held out, and a folder for unfinished work."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -40,7 +37,7 @@ class TrainingSetup:
 
     @property
     def state(self) -> Path:
-        """Folder of the training's checkpoints."""
+        """Folder of checkpoints."""
         return self.work / "state"
 
     def finish(self, measure: Callable[[], dict[str, Any]], save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -57,11 +54,7 @@ class TrainingSetup:
 
 
 def load_with_experts(folder: Path, dtype: str, device: Device = "cpu") -> tuple[Any, PreTrainedTokenizerBase]:
-    """The target in `folder` with all its experts in memory, and its tokenizer.
-
-    Raises:
-        MoexpError: packed experts.
-    """
+    """The target in `folder` with all its experts in memory, and its tokenizer; MoexpError for packed experts."""
     refuse_packed(folder)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
     return model.to(training_device(device)), load_tokenizer(folder)

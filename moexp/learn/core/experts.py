@@ -1,8 +1,7 @@
 """MoE blocks of a transformers model in training: how experts are computed, and hooks that watch routers.
 
-Where E x I is a few thousand neurons, one wide matmul over all experts is faster on a CPU than sorting tokens into
-64 narrow groups, and its backward is exact: unchosen experts have gate zero. Registered with transformers under the
-name `masked_dense`.
+Up to a few thousand neurons (E x I), one matmul over all experts is faster on a CPU than sorting tokens into narrow
+groups, and its backward is exact: unchosen experts have gate zero.
 
 Shapes: T tokens, H hidden size, E experts, I expert width, k experts a token.
 """
@@ -26,9 +25,7 @@ WIDEST = 4096  # neurons (E x I) up to which dense is the faster choice
 
 
 def masked_dense_forward(experts: Any, hidden_TH: Tensor, index_Tk: Tensor, weight_Tk: Tensor) -> Tensor:
-    """The routed output [T, H] of a fused SwiGLU experts module (gate_up_proj [E, 2I, H], down_proj [E, H, I]); of one
-    with another layout (GPT-OSS), what transformers' grouped implementation gives.
-    """
+    """The routed output [T, H] of a fused SwiGLU experts module; of another layout, by transformers' own."""
     if experts.is_transposed:
         output_TH: Tensor = ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden_TH, index_Tk, weight_Tk)
         return output_TH

@@ -1,8 +1,7 @@
 """The distillation loss on logits, without ever storing a [T, V] tensor of them.
 
-The language-model head is frozen, so the gradient that reaches the student's hidden state is known in closed form:
-for a temperature t, d/dz of t^2 KL(p || q) is t (q - p), and of cross-entropy against a token is q - onehot.
-Forward computes loss and gradient chunk by chunk in fp32; backward only scales it.
+The head is frozen, so the gradient for the student's hidden state has a closed form: for a temperature t, d/dz of
+t^2 KL(p || q) is t (q - p), and of cross-entropy q - onehot. Forward computes it by chunks in fp32; backward scales it.
 
 Shapes: T tokens, H hidden size, V vocabulary.
 """
@@ -100,10 +99,8 @@ def logit_loss(
 ) -> LogitLoss:
     """KL from the teacher and cross-entropy against its argmax, summed over tokens; differentiable in `student_TH`.
 
-    Args:
-        student_TH, teacher_TH: final hidden states, after the last norm.
-        student_head_VH, teacher_head_VH: the frozen heads, in the dtype of the hidden states.
-        temperature: softens both distributions in the KL term, which is scaled by its square.
+    Hidden states are final ones, after the last norm; the frozen heads have their dtype. `temperature` softens both
+    distributions in the KL term, which is scaled by its square.
 
     Paper: DraftExpert eq. 8; DraftExpert eq. 9.
     """

@@ -1,9 +1,7 @@
 """One training loop: deterministic batches, a warm-up and cosine schedule, checkpoints that resume exactly.
 
-A batch is a pure function of (seed, step), so the data position needs no state, and a run that several processes share
-(`moexp/base/ranks.py`) goes on with any other number of them: each takes its share of a batch's rows. Checkpoints are
-safetensors (parameters and what the optimiser keeps of each) beside a JSON header, written atomically; nothing is
-pickled.
+A batch is a pure function of (seed, step): the data position needs no state, and a run may go on with another number of
+processes (`moexp/base/ranks.py`). Checkpoints are safetensors beside a JSON header, written atomically.
 """
 
 from __future__ import annotations
@@ -41,10 +39,7 @@ REPEATED_S = 5.0  # a launcher passes on the Ctrl-C that its processes have had 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`steps` updates; the learning rate warms up over `warmup` of them and falls by a cosine to `FINAL` of its peak.
-
-    `max_minutes` is a cap for slow machines: the schedule is compressed to that time, and training ends with it.
-    """
+    """A warm-up, then a cosine to `FINAL` of the peak rate over `steps`, compressed to end within `max_minutes`."""
 
     steps: int
     lr: float
@@ -64,7 +59,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Run:
-    """Where a training is saved, and what follows it."""
+    """Where a training is saved, and what watches it."""
 
     checkpoint: Path | None = None  # folder to resume from and to write to; None saves nothing
     identity: str = ""  # what a checkpoint belongs to; one with another identity is refused
@@ -77,7 +72,7 @@ UNSAVED = Run()
 
 @contextmanager
 def followed(title: str, steps: int, *shown: str, log: list[dict[str, Any]] | None = None) -> Iterator[OnStep]:
-    """Shows the progress of a training with the metrics `shown`; what it gives also adds each step to `log`."""
+    """Shows a training's progress with the metrics `shown`, and adds each step to `log`."""
     with stage(title, steps) as advance:
 
         def on_step(step: int, metrics: Metrics) -> None:
@@ -89,10 +84,10 @@ def followed(title: str, steps: int, *shown: str, log: list[dict[str, Any]] | No
 
 
 def own_rows(rows: Tensor, size: int, step: int, seed: int) -> Tensor:
-    """This process's share of batch `step`: each epoch is a fresh seeded permutation, the tail of an epoch is dropped.
+    """This process's share of batch `step`: an epoch is a fresh seeded permutation, whose tail is dropped.
 
     Raises:
-        MoexpError: the batch cannot be dealt evenly to the processes of this run.
+        MoexpError: the batch cannot be dealt evenly to the processes.
     """
     epoch, batch = divmod(step, max(1, len(rows) // size))
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
@@ -109,16 +104,11 @@ def train(
 ) -> int:
     """Runs `step_fn` (which computes a loss and calls backward) until the schedule ends; returns the steps taken.
 
-    Args:
-        named: the trainable parameters.
-        extra: tensors that steps change besides the parameters; saved and restored with them.
+    `extra` are tensors that steps change besides the parameters `named`: saved and restored with them. Ctrl-C takes
+    effect at the end of a step, with a checkpoint; a second one at once, without.
 
-    Ctrl-C takes effect at the end of a step, with a checkpoint; a second one takes effect at once, without.
-
-    Where several processes share the run, `step_fn` computes the mean over its own share of the batch; gradients are
-    averaged in the order of ranks, so that all replicas stay equal to the bit, and metrics are averaged too. The
-    result equals that of one process but for the order in which a batch's rows are summed. Rank 0 alone saves; Ctrl-C
-    in one process stops all.
+    In a run of several processes, `step_fn` gives the mean over its own share of the batch; gradients are averaged in
+    the order of ranks, so that replicas stay equal to the bit. Rank 0 alone saves; Ctrl-C in one process stops all.
 
     Raises:
         MoexpError: the checkpoint belongs to another run.

@@ -1,7 +1,6 @@
 """The optimisers of the training loop: AdamW, or Muon for matrices with AdamW for the rest.
 
-Muon (torch's own) replaces a matrix's momentum by the nearest orthogonal matrix, scaled so that an update is as large
-as AdamW's: the same learning rates serve both.
+Muon's updates are scaled to the size of AdamW's: the same learning rates serve both.
 """
 
 from __future__ import annotations
@@ -26,17 +25,19 @@ class Updates:
     """How gradients change parameters."""
 
     optimizer: OptimizerName = "adamw"
-    """Muon updates matrices, but for embeddings and projections to a vocabulary (a name with one of `VOCABULARY`):
-    their rows are tokens, which it would make learn alike however rare they are.
-    """
+    """Muon leaves `VOCABULARY` to AdamW: it would make all tokens learn alike, however rare."""
     clip: float = 1.0  # largest norm of the gradient
     betas: tuple[float, float] = (0.9, 0.95)  # AdamW's
     lr_scale: Mapping[str, float] = field(default_factory=dict)
-    """Multiplies the learning rate of parameters whose names start with a key."""
+    """Factor of the learning rate by start of a parameter's name."""
 
     def optimizers(self, named: Mapping[str, nn.Parameter]) -> dict[str, Optimizer]:
         """The optimiser of each parameter; a few serve all."""
-        matrices = {name for name in named if self.optimizer == "muon" and _is_matrix(name, named[name])}
+        matrices = {
+            name
+            for name, parameter in named.items()
+            if self.optimizer == "muon" and parameter.ndim == 2 and not any(part in name for part in VOCABULARY)
+        }
         muon: Any = partial(torch.optim.Muon, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
         adamw: Any = partial(torch.optim.AdamW, betas=self.betas, weight_decay=0.0, fused=True)
         optimizers: dict[str, Optimizer] = {}
@@ -48,10 +49,6 @@ class Updates:
 
     def _scale(self, name: str) -> float:
         return next((scale for key, scale in self.lr_scale.items() if name.startswith(key)), 1.0)
-
-
-def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
-    return parameter.ndim == 2 and not any(part in name for part in VOCABULARY)
 
 
 ADAMW = Updates()

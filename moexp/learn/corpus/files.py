@@ -1,7 +1,4 @@
-"""Corpora on disk: rows of token ids in Parquet, shipped with the package or written by a model here.
-
-Each file names its tokenizer and its author in the Parquet metadata, so that a corpus of another tokenizer is refused.
-"""
+"""Corpora on disk: rows of token ids in Parquet, whose metadata name author and tokenizer (another one is refused)."""
 
 from __future__ import annotations
 
@@ -22,8 +19,7 @@ from moexp.base.atomic import new_folder
 from moexp.base.errors import MoexpError
 from moexp.base.progress import stage
 from moexp.config.target import CorpusSection
-from moexp.learn.corpus.scripts import chat_frame, scripts
-from moexp.learn.corpus.streams import write_streams
+from moexp.learn.corpus.streams import chat_frame, scripts, write_streams
 
 
 def tokenizer_id(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -67,7 +63,7 @@ def shipped_corpora(author: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class Author:
-    """The model that writes a corpus, its tokenizer, and its name: `dense` or `target`. Reading needs no model."""
+    """A model that writes a corpus, named `dense` or `target`. Reading needs no model."""
 
     name: str
     model: PreTrainedModel | None
@@ -75,11 +71,7 @@ class Author:
 
 
 def corpus_rows(section: CorpusSection, author: Author, folder: Path, seed: int) -> Tensor:
-    """The rows to train on, int32 [N, L], at most `section.tokens` of them.
-
-    `source: shipped` reads the corpora in the package; `write` lets the author write one into `folder`, batch by
-    batch, resuming where it stopped.
-    """
+    """The rows to train on, int32 [N, L], at most `section.tokens` tokens: those shipped, or written into `folder`."""
     if section.source == "shipped":
         files = shipped_corpora(author.name)
         if not files:
@@ -92,11 +84,9 @@ def corpus_rows(section: CorpusSection, author: Author, folder: Path, seed: int)
 
 
 def write_corpus(section: CorpusSection, author: Author, folder: Path, seed: int) -> list[Path]:
-    """Lets the author write `section.tokens` tokens into `folder`, one subfolder a batch, but for finished batches. The
-    processes of a run take batches in turn.
+    """Lets the author write `section.tokens` tokens into `folder`, but for finished batches; gives all batches' files.
 
-    Returns:
-        the batches' files, in order: the same for the same section and seed, whatever else lies in `folder`.
+    Each batch has a subfolder and depends on section and seed alone. Processes take batches in turn.
     """
     per_batch = section.rows * section.length
     batches = -(-section.tokens // per_batch)

@@ -1,26 +1,29 @@
 """Text a model writes itself: batched sampling of packed chat streams.
 
-Each row of the batch is a stream: parts of a
-script are fed token by token, the model writes between them (a user's question after its first words, then the
-answer), and when a script ends the next one follows in the same row, as in a conversation of several turns. No row
-ever idles, so the batch stays full to the last step.
+A row is a stream: the first words of a question are fed, which steer the kind of text, and the model writes the rest of
+the question and the answer. When a script ends the next follows in the same row, so that no row idles.
 
 Shapes: B rows, L tokens a stream, V vocabulary, C candidates a draw.
 """
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import resources
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor, nn
-from transformers import PreTrainedModel, StaticCache
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from moexp.base.errors import MoexpError
 from moexp.config.target import CorpusSection
 
 STREAM_ATTENTION = "moexp_stream"
@@ -59,10 +62,9 @@ def write_streams(
     """Samples the section's `rows` packed streams of `length` tokens from `model`.
 
     Args:
-        scripts: what is fed and where the model writes; consumed as rows become free.
         stop_ids: tokens that end a turn when the model writes one.
         end_id: fed where a turn is cut off by its limit.
-        on_step: called with the number of tokens in the streams so far.
+        on_step: called with the number of tokens so far.
     """
     rows, length = section.rows, section.length
     generator = torch.Generator().manual_seed(seed)
@@ -112,9 +114,7 @@ def _attend_one(
     position_ids: Tensor,
     **ignored: object,
 ) -> tuple[Tensor, None]:
-    """One query a row, all rows at one position: no mask, no padded keys, and the query heads of a group packed so
-    that each key is read once.
-    """
+    """One query a row, all at one position: no mask or padded keys; a group's query heads read each key once."""
     rows, heads, _, dim = query_BN1D.shape
     length = int(position_ids[0, 0]) + 1
     mixed_BMGD = F.scaled_dot_product_attention(
@@ -163,3 +163,44 @@ def _sample(logits_BV: Tensor, temperature_B: Tensor, generator: torch.Generator
     noise_BC = torch.empty_like(scores_BC, dtype=torch.float32).exponential_(generator=generator).log().neg()
     best_B1 = (scores_BC.float() + temperature_B[:, None] * noise_BC).argmax(dim=-1, keepdim=True)
     return ids_BC.gather(1, best_B1).squeeze(1)
+
+
+_SLOT = "\x00"
+
+
+def chat_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int], int]:
+    """The chat template's tokens before a user's words and after the turn, and its end-of-turn token.
+
+    Raises:
+        MoexpError: no chat template, or one that does not end a turn with a special token.
+    """
+    if tokenizer.chat_template is None:
+        raise MoexpError("the tokenizer has no chat template", where=tokenizer.name_or_path)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": _SLOT}], tokenize=False, add_generation_prompt=True
+    )
+    before, after = str(text).split(_SLOT)
+    before_ids = tokenizer.encode(before, add_special_tokens=False)
+    end_id, *after_ids = tokenizer.encode(after, add_special_tokens=False)
+    if end_id not in tokenizer.all_special_ids:
+        raise MoexpError("the chat template ends a turn with ordinary text", where=tokenizer.name_or_path)
+    return before_ids, after_ids, end_id
+
+
+def scripts(tokenizer: PreTrainedTokenizerBase, seed: int) -> Iterator[Script]:
+    """Endless scripts, a pure function of the seed: opening words, room for the question's rest and for an answer."""
+    text = (resources.files("moexp.data") / "workloads" / "openings.yaml").read_text()
+    openings: dict[str, Any] = yaml.safe_load(text)
+    before_ids, after_ids, _ = chat_frame(tokenizer)
+    joiner_ids = tokenizer.encode("\n", add_special_tokens=False)
+    names, kinds = openings["names"], openings["kinds"]
+    draw = random.Random(seed)
+    while True:
+        kind = draw.choices(list(kinds), weights=[kinds[name]["weight"] for name in kinds])[0]
+        words = draw.choice(kinds[kind]["openings"]).format(name=draw.choice(names), number=draw.randint(2, 200))
+        opening_ids = tokenizer.encode(words, add_special_tokens=False) if words else []
+        yield (
+            Part((*before_ids, *opening_ids), kinds[kind]["question_tokens"]),
+            Part(tuple(after_ids), openings["answer_tokens"]),
+            Part(tuple(joiner_ids), 0),
+        )

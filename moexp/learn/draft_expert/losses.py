@@ -38,7 +38,7 @@ class Weights:
 
 @dataclass
 class LayerLosses:
-    """Sums over the layers of one draft pass of equations 7 and 10, each the mean over tokens."""
+    """Equations 7 and 10 of one draft pass, means over tokens, summed over layers."""
 
     residual: Tensor
     router: Tensor
@@ -47,8 +47,8 @@ class LayerLosses:
 def residual_loss(draft_TH: Tensor, residual_TH: Tensor) -> Tensor:
     """Mean over tokens of |draft - residual|^2, each relative to a robust mean of its own power and the batch's.
 
-    The equation sums squares as they are. Dividing by the power lets one weight serve all layers, and keeps the few
-    tokens with huge activations (the first of a text above all) from being all that is learned.
+    The equation has no division; with it one weight serves all layers, and tokens with huge activations do not drown
+    the others.
 
     Paper: DraftExpert eq. 7.
     """
@@ -82,10 +82,7 @@ def draft_expert_loss(
 ) -> tuple[Tensor, Metrics]:
     """The weighted sum of all terms, a mean over tokens and layers, and the terms as metrics.
 
-    Args:
-        draft_TH, target_TH: final hidden states of the draft path and of the target, after the last norm.
-        head_VH: the frozen language-model head.
-        sums: of the same draft pass, over so many `layers`.
+    `draft_TH` and `target_TH` are final hidden states, after the last norm; `sums` is over so many `layers`.
 
     Paper: DraftExpert eq. 11.
     """

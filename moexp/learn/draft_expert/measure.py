@@ -1,7 +1,4 @@
-"""Batched measurements of a draft path: agreement, KL, router agreement, and acceptance on held-out contexts.
-
-These run the same definitions as the decoding runtime (DESIGN: `agreement`, `acceptance_ctx`), a batch of contexts at
-a time, with experts in memory.
+"""Batched measurements of a draft path, with the definitions of the runtime: agreement, KL, acceptance in contexts.
 
 Shapes: N rows, L tokens a row, K drafted tokens, V vocabulary.
 """
@@ -62,7 +59,7 @@ def measure_agreement(path: DraftPath, rows_NL: Tensor, batch: int = 8) -> Agree
 
 @torch.no_grad()
 def held_contexts(path: DraftPath, rows_NL: Tensor, starts: list[int]) -> DynamicCache:
-    """The target's keys and values of the rows, as far as `measure_acceptance` needs them; all drafters share them."""
+    """The target's keys and values of the rows, as `measure_acceptance` takes them; all drafters share them."""
     cache = DynamicCache(config=path.model.config)
     path.model.model(input_ids=rows_NL[:, : max(starts) - 1].long().to(path.model.device), cache=cache)
     return cache
@@ -72,11 +69,10 @@ def held_contexts(path: DraftPath, rows_NL: Tensor, starts: list[int]) -> Dynami
 def measure_acceptance(
     path: DraftPath, rows_NL: Tensor, starts: list[int], draft_length: int = 4, contexts: DynamicCache | None = None
 ) -> Acceptance:
-    """Greedy acceptance from held-out contexts.
+    """Greedy acceptance from held-out contexts, one block at each position in `starts` (2 and up).
 
-    At every position in `starts` (2 and up), the target's KV holds the context before it, the draft path proposes K
-    tokens (its own KV inside the block), and the target verifies them; a draft is accepted while it equals the
-    target's argmax. `contexts` are those of these rows and starts, if they were computed before.
+    The target's KV holds the context before, the draft path proposes K tokens, and a draft is accepted while it equals
+    the target's argmax. `contexts` are those of these rows and starts, if they were computed before.
     """
     model, layers, experts = path.model, path.spec.moe_layers, path.spec.num_experts
     accepted_NK: list[Tensor] = []
@@ -116,7 +112,7 @@ def _union_sizes(ids_NLm: Tensor, experts: int) -> Tensor:
 
 
 def _first_positions(cache: DynamicCache, length: int) -> DynamicCache:
-    """A cache of the first `length` positions of another, which it leaves as it is. Nothing is copied."""
+    """The first `length` positions of a cache, which stays as it is; nothing is copied."""
     part = copy.copy(cache)
     part.layers = [copy.copy(layer) for layer in cache.layers]
     part.crop(length - cache.get_seq_length())

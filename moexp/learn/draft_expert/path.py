@@ -1,8 +1,7 @@
 """The target's draft path, differentiable: what distillation trains and what acceptance is measured with in batches.
 
-A `DraftPath` takes over the forward of every MoE block of a transformers model (experts in memory). In `target`
-mode a block computes equation 4 and can record what the losses need; in `draft` mode it computes equation 5 and
-adds its own share of equations 7 and 10. Attention, norms and head stay transformers' own.
+A `DraftPath` replaces the forward of every MoE block of a transformers model. In `target` mode a block computes
+equation 4 and can record what the losses need; in `draft` mode equation 5, and it adds to equations 7 and 10.
 
 Shapes: T tokens, H hidden size, E experts, k experts a token, R routed experts a drafted token uses.
 """
@@ -27,9 +26,7 @@ from moexp.target.families import Family, family_of
 
 @dataclass
 class LayerTeacher:
-    """What the target did in one layer: router logits [T, E], its choice [T, k] by descending gate, and the residual
-    m* [T, H] of equation 6.
-    """
+    """One layer of the target: router logits, its choice by descending gate, and the residual m* of equation 6."""
 
     router_logits_TE: Tensor
     index_Tk: Tensor
@@ -42,9 +39,8 @@ class DraftPath:
     Args:
         model: frozen causal language model with its experts in memory.
         experts: the draft experts; None drafts with shared + top-r alone.
-        top_r: routed experts a drafted token uses.
-        same_kernels: compute the routed experts of a draft as the target's are computed, for measuring: otherwise the
-            rounding of two kernels alone flips routings, and with them one argmax in twenty. Training takes the faster.
+        same_kernels: compute the routed experts of a draft as the target's, for measuring: the rounding of two kernels
+            alone flips one argmax in twenty. Training takes the faster.
 
     Paper: DraftExpert eq. 4; DraftExpert eq. 5.
     """
@@ -82,9 +78,7 @@ class DraftPath:
 
     @contextmanager
     def warming_up(self) -> Iterator[list[float]]:
-        """In target passes inside, each draft expert learns its layer's residual from the target's own hidden states;
-        the gradient is there after the pass. Gives the residual loss of each layer.
-        """
+        """Target passes inside compute the gradient of each layer's residual loss; gives these losses."""
         self._warm_up_errors = []
         try:
             with self.recording("all"):

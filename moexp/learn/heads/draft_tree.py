@@ -1,7 +1,7 @@
-"""Draft trees from many roots of a batch at once, and what they are worth under the target: for training on trees.
+"""Draft trees from all roots of a batch at once, and their worth under the target.
 
-Growing follows the decoding policy: at each level the children of all nodes compete, and the `width` of most path
-probability stay. Nodes are drafted tokens; the root, a token that is known, is not among them.
+As in decoding, the children of all nodes of a level compete, and the `width` of most path probability stay. The root,
+a known token, is no node.
 
 Shape suffixes: B rows, L tokens a row, n true pairs, R roots a row, W width, N = W x depth nodes, T nodes of a target
 step, K keys it sees, H hidden size, D draft vocabulary, V vocabulary.
@@ -25,16 +25,11 @@ from moexp.learn.heads.loss import CHUNK
 class Trees:
     """One tree for each root of each row; nodes are in order of levels, `width` a level."""
 
-    tokens_BRN: Tensor
-    """Target ids."""
-    parents_BRN: Tensor
-    """Number of the parent, -1 for the root."""
-    ancestors_BRNN: Tensor
-    """Bool, [.., i, j] where j is on the path to i or is i."""
-    scores_BRN: Tensor
-    """Log of the path's probability under the head."""
-    depths_N: Tensor
-    """Level of a node, from 1."""
+    tokens_BRN: Tensor  # target ids
+    parents_BRN: Tensor  # index of the parent, -1 for the root
+    ancestors_BRNN: Tensor  # bool, [.., i, j] where j is on the path to i or is i
+    scores_BRN: Tensor  # log of the path's probability under the head
+    depths_N: Tensor  # level of a node, from 1
 
     def with_roots_from(self, other: Trees) -> Trees:
         """The trees of both, side by side along R."""
@@ -44,11 +39,7 @@ class Trees:
 
 @torch.no_grad()
 def grow_trees(chains: Chains, *, depth: int, width: int) -> Trees:
-    """Drafts a tree from every root of chains that stand at step 0.
-
-    Args:
-        width: nodes that stay at each of `depth` levels, and children that a node proposes.
-    """
+    """Drafts a tree from every root of chains at step 0; a node proposes `width` children, `width` stay a level."""
     head, cache = chains.head, chains.cache.fork()
     out_BRPH = fed_BRPH = chains.hidden[:, :, None]  # P parents: the root, then the nodes of the level before
     batch, roots = out_BRPH.shape[:2]
@@ -100,16 +91,9 @@ def _node_mask(roots_R: Tensor, pairs: int, above_BRWN: Tensor, width: int) -> T
 def read_target(
     model: PreTrainedModel, cache: DynamicCache, seen: Seen, roots_R: Tensor, trees: Trees
 ) -> tuple[Tensor, Tensor]:
-    """What the target gives to the nodes, by one pass over all trees behind the rows it has just read.
+    """log p_BRN of each node given its path under the target, and whether it is the most likely token there.
 
-    Args:
-        cache: keys of the rows, as `TargetPass` left them; extended by the trees.
-        seen: of the same pass.
-        roots_R: positions of the roots' states; the token behind each is known.
-
-    Returns:
-        log p_BRN, the target's log-probability of each node given its path, and hit_BRN, whether it is the target's
-        most likely token there.
+    One pass over all trees behind the rows of `seen`, whose keys are in `cache`; extends `cache`.
     """
     batch, roots, nodes = trees.tokens_BRN.shape
     inner = int((trees.depths_N < trees.depths_N[-1]).sum())  # the last level has no children to be judged
@@ -143,14 +127,10 @@ def read_target(
 
 
 def tree_rewards(trees: Trees, log_p_BRN: Tensor, *, eta: float) -> tuple[Tensor, Tensor]:
-    """Draft tree reward (GTO, equations 3 to 5) and expected accepted tokens of each tree.
+    """Draft tree reward (GTO, equations 3 to 5) and expected accepted tokens of each tree, both [B, R].
 
     A branch is worth L = the sum of its prefixes' probabilities under the target; the reward is
-    (1 / eta) log sum exp(eta L) over branches. The second value, the sum of path probabilities over all nodes,
-    is the number of drafted tokens that verification accepts on average at temperature 1.
-
-    Returns:
-        reward_BR, expected_BR.
+    (1 / eta) log sum exp(eta L) over branches. Expected at temperature 1: the sum of all nodes' path probabilities.
     """
     ancestors = trees.ancestors_BRNN.to(log_p_BRN.dtype)
     path_BRN = (ancestors @ log_p_BRN[..., None])[..., 0].exp()
@@ -161,11 +141,7 @@ def tree_rewards(trees: Trees, log_p_BRN: Tensor, *, eta: float) -> tuple[Tensor
 
 
 def accepted_paths(trees: Trees, hit_BRN: Tensor) -> tuple[Tensor, Tensor]:
-    """The longest path that the target itself would choose, token by token.
-
-    Returns:
-        tokens_BRd (0 behind the path) and lengths_BR.
-    """
+    """The longest path of most likely tokens: tokens_BRd (0 behind the path) and lengths_BR."""
     wrong_BRN = (trees.ancestors_BRNN & ~hit_BRN[:, :, None, :]).any(-1)
     depth = int(trees.depths_N[-1])
     # Siblings are distinct tokens, so at most one node a level is right.

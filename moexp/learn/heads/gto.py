@@ -1,13 +1,9 @@
 """Group Tree Optimization (arXiv 2509.22134): an EAGLE-3 head goes on learning with the reward of draft trees.
 
-At groups of m adjacent positions, trees are drafted by the head M and by its frozen start M0, and one target pass
-values both. The debiased reward R = reward(M's tree) - reward(M0's tree) (equation 9) is standardised within its group
-to an advantage A (equation 10). Along the longest path of M's tree that the target accepts, of length l, the ratio
-s = (M(path) / M0(path))^(1/l) (equation 11) enters a clipped surrogate, -min(s A, clip(s, 1 - e, 1 + e) A)
-(equation 12), which is added to EAGLE-3's token loss with a weight (equation 13). Nothing is sampled.
-
-The paper leaves open what "accepted" means for the path (here: greedily, as at temperature 0), and gives no value for
-e and for the floor of the standard deviation.
+The head M and its frozen start M0 draft trees at groups of m adjacent positions, and one target pass values them. The
+reward R = reward(M) - reward(M0) (equation 9), standardised within its group, is the advantage A (10). On the longest
+path of M's tree that the target accepts greedily, of length l, the ratio s = (M(path) / M0(path))^(1/l) (11) enters a
+clipped surrogate (12), added to EAGLE-3's token loss (13). The paper gives no epsilon and no floor of the deviation.
 
 Shape suffixes: B rows, R roots a row (groups x m), d depth of the trees.
 """
@@ -39,9 +35,7 @@ class TreeSettings:
     weight: float = 0.5  # omega, of the surrogate beside the token loss
     clip: float = 0.2  # epsilon, how far the ratio may move the loss
     floor: float = 1e-3
-    """Added to the standard deviation. At the start M = M0 and all rewards are rounding noise, which this keeps from
-    being blown up to advantages of order one.
-    """
+    """Added to the standard deviation: at the start M = M0, and rewards are rounding noise."""
 
     def __post_init__(self) -> None:
         for name in ("depth", "width", "groups", "group"):
@@ -52,7 +46,7 @@ class TreeSettings:
 
 
 def group_roots(pairs: int, tree: TreeSettings, seed: int, step: int) -> Tensor:
-    """The roots of a step: `groups` runs of `group` adjacent positions that do not overlap, at random positions.
+    """The roots of a step: `groups` disjoint runs of `group` adjacent positions, at random.
 
     Raises:
         MoexpError: rows too short for so many groups.
@@ -78,14 +72,10 @@ def tree_loss(
     roots_R: Tensor,
     tree: TreeSettings,
 ) -> tuple[Tensor, Metrics]:
-    """GTO's equation 12 over all groups of a batch, and metrics.
+    """GTO's equation 12 over all groups of a batch, and metrics; extends `cache`, the target's keys of the rows.
 
-    Metrics: `reward` and `reward_reference`, `expected` and `expected_reference` (drafted tokens accepted on average at
-    temperature 1), `path` (mean length of the accepted path), `ratio`, `clipped` (share).
-
-    Args:
-        chains: of the head that learns, at step 0, with its graph.
-        cache: the target's keys of the rows; extended.
+    `chains` stand at step 0. Metrics: `reward` and `expected` (tokens accepted at temperature 1), also of the
+    `_reference`, `path` (mean length of the accepted path), `ratio`, `clipped` (share).
     """
     with torch.no_grad():
         fixed = Chains(reference, rows_BL, seen.features_BLF)
@@ -112,7 +102,7 @@ def tree_loss(
 
 
 def group_advantages(reward_BR: Tensor, group: int, floor: float) -> Tensor:
-    """GTO's equation 10: rewards minus the mean of their group, over its standard deviation (of the population)."""
+    """GTO's equation 10: rewards minus their group's mean, over its (population) standard deviation."""
     grouped = reward_BR.unflatten(1, (-1, group))
     centred = grouped - grouped.mean(-1, keepdim=True)
     return (centred / (grouped.std(-1, correction=0, keepdim=True) + floor)).flatten(1)

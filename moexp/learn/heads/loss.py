@@ -1,8 +1,7 @@
 """The loss of a head with its own projection to a reduced vocabulary, without [T, D] tensors in autograd.
 
-The target's distribution is restricted to the draft vocabulary and renormalised, p'; the loss is cross-entropy
-H(p', q) at the positions whose most likely token can be drafted (others cannot be got right, and teach nothing).
-Its gradient is known in closed form, dH/dz = q - p', for the hidden states and for the projection. Arithmetic is fp32.
+The loss is cross-entropy H(p', q) against the target's distribution renormalised on the draft vocabulary, at positions
+whose most likely token can be drafted. Its gradient has a closed form, dH/dz = q - p'. Arithmetic is fp32.
 
 Shape suffixes: T positions, C positions of a chunk, H width of the head, D draft vocabulary, V target vocabulary.
 """
@@ -23,12 +22,9 @@ CHUNK = 128
 class Teacher:
     """The target's next-token distributions, as a head with a draft vocabulary needs them."""
 
-    logits_TD: Tensor
-    """Logits of the tokens that can be drafted."""
-    log_z_T: Tensor
-    """Log of the normaliser over the full vocabulary: exp(logits - log_z) are true probabilities."""
-    best_T: Tensor
-    """Draft id of the most likely token, -1 where it cannot be drafted."""
+    logits_TD: Tensor  # of the tokens that can be drafted
+    log_z_T: Tensor  # log of the normaliser over the full vocabulary
+    best_T: Tensor  # draft id of the most likely token, -1 where it cannot be drafted
 
     def rows(self, index: Tensor) -> Teacher:
         """These positions."""
@@ -55,10 +51,7 @@ class HeadLoss:
     loss: Tensor
     kl: float  # KL(p' || q) over the `inside` positions
     agree: int  # equal most likely tokens, over all `tokens`
-    overlap: float
-    """Sum over all `tokens` of min(p, q) with the target's true p: the chance that a token drawn from q is accepted at
-    temperature 1.
-    """
+    overlap: float  # sum over all `tokens` of min(p, q) with the target's true p: acceptance at temperature 1
     inside: int  # positions whose best token can be drafted
     tokens: int
 
@@ -104,13 +97,9 @@ class _FusedHeadLoss(torch.autograd.Function):
 
 
 def head_loss(hidden_TH: Tensor, weight_DH: Tensor, teacher: Teacher, *, dtype: torch.dtype) -> HeadLoss:
-    """Cross-entropy against the target, summed over positions, differentiable in both arguments.
+    """Cross-entropy against the target, summed over positions, differentiable in hidden states and projection.
 
-    Args:
-        hidden_TH: what the projection is applied to, after the final norm.
-        weight_DH: the head's output projection.
-        teacher: of the same positions.
-        dtype: of the matrix products.
+    `hidden_TH` is after the final norm; matrix products are in `dtype`.
     """
     loss, sums = _FusedHeadLoss.apply(hidden_TH, weight_DH, teacher, dtype)
     kl, agree, overlap = sums.tolist()

@@ -1,12 +1,8 @@
 """Where a draft head starts: the best linear guess of the target's next state, by least squares on a few rows.
 
-A head whose projection passes the state on predicts the token that is already known, with confidence: the worst of
-starts. Regressing the state at t + 1 (after the last norm, without that norm's weights) on the states at t and the
-embedding of token t + 1 gives weights in closed form that draft before the first step of training.
-
-An MTP head's projection reads both. An EAGLE-3 head's reads the states alone; the embedding comes in by attention, so
-the first query head of each key head looks at its own position and carries the embedding's part, as far as
-its values have room for it (the leading singular vectors).
+A head that passes the state on predicts the token that is already known. Here the state at t + 1 (without the last
+norm's weights) is regressed on the states at t and the embedding of token t + 1. An MTP head's projection reads both;
+an EAGLE-3 head gets the embedding by attention to its own position, with as many singular vectors as values have room.
 
 Shape suffixes: T positions, F inputs, H hidden size, W dimension of an attention head.
 """
@@ -33,17 +29,10 @@ TEMPERATURES = (1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2)
 
 @torch.no_grad()
 def start_by_least_squares(head: EagleHead | MtpHead, model: PreTrainedModel, rows_NL: Tensor, batch: int = 8) -> float:
-    """Sets a head (fp32), in place, to its best linear guess and scales its last norm.
+    """Sets a head (fp32, as `start_from_target` leaves it), in place, to its best linear guess; scales its last norm.
 
-    The norm takes a guess's length away, and with it how sure it is: its weights are multiplied by the factor, of a
-    few, at which the guesses' cross-entropy against the target's most likely tokens is least.
-
-    Args:
-        head: its decoder layer adds nothing yet (`start_from_target`).
-        rows_NL: token rows.
-
-    Returns:
-        that cross-entropy, in nats a token.
+    Of `TEMPERATURES`, the norm's weights take the factor of least cross-entropy against the target's most likely
+    tokens; returns that, in nats a token.
     """
     target = TargetPass(model, head.feature_layers)
     base: Any = model.model
@@ -92,9 +81,7 @@ def _inputs(head: EagleHead | MtpHead, rows_BL: Tensor, features_BLF: Tensor) ->
 
 
 def _carry_embedding(head: EagleHead, wanted_HH: Tensor) -> None:
-    """Lets the attention add x W, x being the normalised embedding at its own position and W `wanted_HH` or, of a rank
-    that the values have room for, what is nearest to it.
-    """
+    """Lets the attention add x W: x the normalised embedding at its own position, W nearest to `wanted_HH` in rank."""
     config, attention = head.config, head.midlayer.self_attn
     hidden, width = config.hidden, attention.width
     group = config.num_heads // config.num_kv_heads

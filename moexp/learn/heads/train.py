@@ -9,20 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
 
 from moexp.base.errors import MoexpError
 from moexp.config.learn import HeadSection
 from moexp.config.recipe import Recipe
-from moexp.learn.core.loop import Run, Schedule, followed
-from moexp.learn.heads.fit import measure_head, train_head
-from moexp.learn.heads.gto import TreeSettings
+from moexp.learn.core.loop import UNSAVED, Metrics, Run, Schedule, followed, own_rows, train
+from moexp.learn.core.optimizers import Updates
+from moexp.learn.heads.chains import Chains, TargetPass
+from moexp.learn.heads.gto import TreeSettings, group_roots, tree_loss
 from moexp.learn.heads.start import start_by_least_squares
-from moexp.learn.heads.unrolled import HeadSettings
+from moexp.learn.heads.unrolled import HeadSettings, unrolled_loss
 from moexp.learn.setup import TrainingSetup, open_setup
 from moexp.target.heads.draft_vocab import coverage, pick_draft_vocab, token_counts
 from moexp.target.heads.eagle_files import load_eagle_head, save_eagle_head
 from moexp.target.heads.eagle_head import EagleConfig, EagleHead, new_eagle_head
 from moexp.target.heads.eagle_head import start_from_target as start_eagle
+from moexp.target.heads.head import frozen_copy
 from moexp.target.heads.mtp_files import save_mtp_head
 from moexp.target.heads.mtp_head import MtpHead, new_mtp_head
 from moexp.target.heads.mtp_head import start_from_target as start_mtp
@@ -33,16 +37,69 @@ START_ROWS = 64  # corpus rows that a head's first guess is fitted to
 TITLES = {"eagle3": "EAGLE-3", "mtp": "MTP", "gto": "GTO"}
 
 
+def train_head(
+    head: EagleHead | MtpHead,
+    model: PreTrainedModel,
+    corpus_NL: Tensor,
+    settings: HeadSettings,
+    tree: TreeSettings | None = None,
+    run: Run = UNSAVED,
+) -> int:
+    """Trains a head (fp32) in place, online; returns the updates made. Resumes exactly.
+
+    With `tree` an EAGLE-3 head goes on by GTO. The reference is the head as given: a resumed run needs the same one.
+    """
+    reference = frozen_copy(head) if tree is not None else None
+    target = TargetPass(model, head.feature_layers)
+
+    def step_fn(step: int) -> Metrics:
+        rows_BL = own_rows(corpus_NL, settings.rows, step, settings.seed).long().to(model.device)
+        cache = DynamicCache(config=model.config) if tree is not None else None
+        seen = target(rows_BL, cache)
+        with settings.precision(model.device):
+            chains = Chains(head, rows_BL, seen.features_BLF)
+        loss, metrics = unrolled_loss(chains, rows_BL, seen, model, settings)
+        if tree is not None:
+            assert isinstance(reference, EagleHead) and cache is not None
+            roots_R = group_roots(rows_BL.shape[1] - 1, tree, settings.seed, step).to(rows_BL.device)
+            with settings.precision(model.device):
+                surrogate, more = tree_loss(chains, reference, rows_BL, seen, model, cache, roots_R, tree)
+            loss = loss + tree.weight * surrogate
+            metrics |= more | {"loss": float(loss.detach())}
+        loss.backward()
+        return metrics
+
+    named = head.train().trainable()
+    for parameter in named.values():
+        parameter.requires_grad_(True)
+    return train(named, settings.schedule, step_fn, Updates(settings.optimizer, settings.clip), run)
+
+
+@torch.no_grad()
+def measure_head(
+    head: EagleHead | MtpHead, model: PreTrainedModel, rows_NL: Tensor, *, steps: int = 3, batch: int = 8
+) -> Metrics:
+    """The metrics of `unrolled_loss` on held-out rows, without decay and token loss; means weighted by rows."""
+    target = TargetPass(model, head.feature_layers)
+    low = next(head.parameters()).dtype != torch.float32
+    settings = HeadSettings(Schedule(0, 0.0), steps=steps, decay=1.0, autocast=low, token_weight=0.0)
+    sums: Metrics = {}
+    for rows_BL in rows_NL.long().to(model.device).split(batch):
+        seen = target(rows_BL)
+        with settings.precision(model.device):
+            chains = Chains(head, rows_BL, seen.features_BLF)
+        _, metrics = unrolled_loss(chains, rows_BL, seen, model, settings)
+        for name, value in metrics.items():
+            sums[name] = sums.get(name, 0.0) + value * len(rows_BL) / len(rows_NL)
+    return sums
+
+
 def train_head_of(
     recipe: Recipe, target: Path, out: Path, *, start: Path | None, provenance: dict[str, Any]
 ) -> dict[str, Any]:
     """Trains and saves the recipe's head for the target in `target`; returns what was measured on held-out rows.
 
-    Args:
-        start: of `gto`: the folder of the EAGLE-3 head to go on from.
-
-    Raises:
-        MoexpError: `gto` without a head to go on from.
+    `start` is the folder of the EAGLE-3 head that `gto` goes on from; MoexpError where it is missing.
     """
     section = recipe.head
     setup = open_setup(recipe, target, out)

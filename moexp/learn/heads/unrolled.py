@@ -1,9 +1,7 @@
 """The loss of EAGLE-3 and MTP heads over several draft steps (training-time test, arXiv 2503.01840).
 
-Step s of the chains from all positions of a row is taught what the target says there: sum over s of decay^s times
-the mean loss of the step. An EAGLE-3 head has its own projection, and is taught by cross-entropy at the positions whose
-most likely token can be drafted (`loss.py`). The logits of an MTP head (DeepSeek-V3) are the target's own projection
-of its states, so it is taught by KL(target || head) plus cross-entropy against the target's most likely token.
+The sum over steps s of decay^s times the step's mean loss: of an EAGLE-3 head `loss.py`'s cross-entropy; of an MTP head
+(DeepSeek-V3) KL(target || head) plus cross-entropy against the target's most likely token.
 
 Shape suffixes: B rows, L tokens a row, T positions, R roots, H, V, D as in `moexp.target.heads.head`.
 """
@@ -59,13 +57,10 @@ class HeadSettings:
 def unrolled_loss(
     chains: Chains, rows_BL: Tensor, seen: Seen, model: PreTrainedModel, settings: HeadSettings
 ) -> tuple[Tensor, Metrics]:
-    """The loss over all draft steps of chains that stand at step 0, and metrics.
+    """The loss over all draft steps of chains at step 0, and metrics; MoexpError where rows are too short.
 
-    Metrics: `loss`, `kl` (mean over steps), and for each draft step s from 1 `acceptance_s` (share of positions where
-    the head's most likely token is the target's); of an EAGLE-3 head also `overlap_s` (sum of min(p, q)).
-
-    Raises:
-        MoexpError: rows that are too short for so many steps.
+    Metrics: `loss`, `kl` (mean over steps), and for each draft step s from 1 `acceptance_s` (share of equal most likely
+    tokens); of an EAGLE-3 head also `overlap_s` (sum of min(p, q)).
     """
     length = rows_BL.shape[1]
     if length <= settings.steps + 1:

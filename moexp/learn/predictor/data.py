@@ -38,7 +38,7 @@ class RoutingRows:
 
 @dataclass(frozen=True)
 class RoutingBatch:
-    """Some rows, padded behind, where no token of a row can look."""
+    """Some rows, padded behind."""
 
     ids_BT: Tensor  # token ids
     live_BT: Tensor  # which are no padding
@@ -50,13 +50,7 @@ class RoutingBatch:
 
 
 def read_rows(trace: Trace, context: int, vocab: int) -> RoutingRows:
-    """All of a trace, cut into rows of at most `context` tokens.
-
-    A piece that does not begin its text lacks what came before, in training as in measuring.
-
-    Raises:
-        MoexpError: a token that the vocabulary does not have.
-    """
+    """All of a trace, cut into rows of at most `context` tokens; MoexpError for a token outside the vocabulary."""
     rows = rows_of(list(trace.shards()), trace.geometry, context)
     if len(rows.token_T) and not 0 <= int(rows.token_T.min()) <= int(rows.token_T.max()) < vocab:
         raise MoexpError(f"a token outside a vocabulary of {vocab}", where=str(trace.folder), valid="trace again")
@@ -81,11 +75,7 @@ def rows_of(shards: Sequence[TraceShard], geometry: RoutingGeometry, context: in
 
 
 def split_rows(rows: RoutingRows, held_out: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """(rows to train on, rows held out): a share of the samples, drawn at random; at least one on either side.
-
-    Raises:
-        MoexpError: a trace of one sample.
-    """
+    """(rows to train on, rows held out): a random share of the samples; MoexpError for a trace of one sample."""
     samples = np.unique(rows.sample_R)
     if len(samples) < 2:
         raise MoexpError("a trace of one sample cannot be split", where="predictor", valid="at least two samples")

@@ -1,6 +1,8 @@
-"""What a predictor learns from and how, how far it is, and the checkpoints that are saved on the way.
+"""What a predictor learns from, how far it is beside baselines without a model, and the checkpoints on the way.
 
-Shapes: R rows, L MoE layers.
+Overlap is hits (experts both predicted and routed to) over all routed ones (EcoSpec, appendix B.1).
+
+Shapes: R rows, T tokens, L MoE layers, E experts a layer, k experts a token, U different tokens.
 """
 
 from __future__ import annotations
@@ -24,11 +26,12 @@ LEVELS = {"near-50": 0.5, "near-60": 0.6}  # overlaps to save a checkpoint at (T
 NEAR = 0.05  # a checkpoint further off than this is not saved
 NEARER = 0.005  # by which another must beat the saved one: a large backbone is not written at every probe
 PROBE_TOKENS = 2048  # held-out tokens that tell how far training is
+CONTEXT_FREE, PREVIOUS_TOKEN = "context-free", "previous-token"
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """Rows to train on and rows held out, with plain values of the recipe's section."""
+    """Rows to train on and rows held out, with values of the recipe's section."""
 
     rows: RoutingRows
     train_R: np.ndarray
@@ -45,7 +48,7 @@ class Lesson:
         return int((self.rows.end_R[chosen_R] - self.rows.begin_R[chosen_R]).sum())
 
     def overlap(self, hits_L: np.ndarray, chosen_R: np.ndarray) -> float:
-        """Mean top-K overlap over tokens and layers, from the hits on these rows."""
+        """Mean top-K overlap from the hits on these rows."""
         return float(hits_L.sum() / (self.tokens(chosen_R) * self.rows.geometry.top_k * len(hits_L)))
 
     @property
@@ -74,7 +77,7 @@ def lesson_of(recipe: Recipe, rows: RoutingRows) -> Lesson:
 
 @torch.no_grad()
 def evaluate(model: RoutingPredictor, lesson: Lesson, chosen_R: np.ndarray) -> np.ndarray:
-    """Hits [L] of the predictor on these rows; over `tokens * k` they are the overlap (EcoSpec, appendix B.1)."""
+    """Hits [L] of the predictor on these rows."""
     model.eval()
     geometry = lesson.rows.geometry
     hits_L = torch.zeros(len(geometry.layers), dtype=torch.int64)
@@ -87,9 +90,7 @@ def evaluate(model: RoutingPredictor, lesson: Lesson, chosen_R: np.ndarray) -> n
 
 @dataclass
 class Levels:
-    """Saves, for each level, the checkpoint whose overlap on the probe came nearest (to within `NEARER`).
-
-    On disk from the first: a run that resumes goes on with what it had, and the same steps give the same checkpoints.
+    """Saves, for each level, the checkpoint whose overlap on the probe came nearest; a resumed run goes on with them.
 
     Paper: EcoSpec Table 9.
     """
@@ -109,3 +110,37 @@ class Levels:
     def saved(self) -> dict[str, Path]:
         """Folders of the levels that were met."""
         return {name: self.folder / name for name in LEVELS if (self.folder / name / HEADER).exists()}
+
+
+def baseline_hits(rows: RoutingRows, train_R: np.ndarray, held_R: np.ndarray) -> dict[str, np.ndarray]:
+    """Hits [L] of each baseline on the held-out rows.
+
+    `context-free`: the experts that a token id was routed to most often in training; ties and new ids by the layer's
+    load, then by lower id. `previous-token`: the experts of the token before; of a first one, the layer's most used.
+    """
+    train_T, held_T = rows.tokens_of(train_R), rows.tokens_of(held_R)
+    experts, top_k = rows.geometry.num_experts, rows.geometry.top_k
+    ids_U, held_token_T = np.unique(rows.token_T[held_T], return_inverse=True)
+    index_T = np.searchsorted(ids_U, rows.token_T[train_T])
+    index_T[index_T == len(ids_U)] = 0
+    known_T = ids_U[index_T] == rows.token_T[train_T]
+    first_T = rows.first_T[held_T]
+    hits = {name: np.zeros(len(rows.geometry.layers), dtype=np.int64) for name in (CONTEXT_FREE, PREVIOUS_TOKEN)}
+    for layer in range(len(rows.geometry.layers)):
+        trained_Tk = rows.experts_TLk[train_T, layer].astype(np.int64)
+        routed_Tk = rows.experts_TLk[held_T, layer].astype(np.int64)
+        load_E = np.bincount(trained_Tk.ravel(), minlength=experts)
+        flat = (index_T[known_T, None] * experts + trained_Tk[known_T]).ravel()
+        counts_UE = np.bincount(flat, minlength=len(ids_U) * experts).reshape(len(ids_U), experts)
+        ranked_UE = counts_UE + load_E / (load_E.sum() + 1)  # a load is less than one count
+        best_Uk = np.argsort(-ranked_UE, axis=1, kind="stable")[:, :top_k]
+        hits[CONTEXT_FREE][layer] = _layer_hits(best_Uk[held_token_T], routed_Tk)
+
+        usual_k = np.argsort(-load_E, kind="stable")[:top_k]
+        before_Tk = rows.experts_TLk[np.maximum(held_T - 1, 0), layer].astype(np.int64)
+        hits[PREVIOUS_TOKEN][layer] = _layer_hits(np.where(first_T[:, None], usual_k, before_Tk), routed_Tk)
+    return hits
+
+
+def _layer_hits(predicted_Tk: np.ndarray, routed_Tk: np.ndarray) -> int:
+    return int(overlap_hits(predicted_Tk[:, None], routed_Tk[:, None])[0])

@@ -17,7 +17,7 @@ from moexp.runtime.predictors.learned import RoutingPredictor
 def routing_loss(logits_TLE: Tensor, experts_TLk: Tensor) -> Tensor:
     """Layer-wise cross-entropy against 1/K on each routed expert, summed over T and L.
 
-    Neither q nor log p is ever built: with q uniform over the routed experts, a term is logsumexp z - mean z_routed.
+    With q uniform over the routed experts, a term is logsumexp z - mean z_routed.
 
     Paper: EcoSpec eq. 5; EcoSpec eq. 6.
     """
@@ -31,13 +31,13 @@ def overlap_hits(predicted_TLk: Any, routed_TLk: Any) -> Any:
 
 
 def backbone_states(model: RoutingPredictor, part: RoutingBatch, dtype: torch.dtype) -> Tensor:
-    """The backbone's output [P, H] for the live tokens; matrix products in `dtype`, the rest as the weights are."""
+    """The backbone's output [P, H] for the live tokens; matrix products in `dtype`."""
     with _products_in(dtype, part):
         return model.hidden(part.ids_BT)[part.live_BT]
 
 
 def routing_logits(model: RoutingPredictor, part: RoutingBatch, dtype: torch.dtype) -> Tensor:
-    """Logits [P, L, E] of the live tokens; matrix products in `dtype`, the rest as the weights are."""
+    """Logits [P, L, E] of the live tokens; matrix products in `dtype`."""
     with _products_in(dtype, part):
         return model.logits(model.hidden(part.ids_BT)[part.live_BT])
 

@@ -1,4 +1,10 @@
-"""`moexp train-predictor`: the expert predictor learns from a routing trace."""
+"""`moexp train-predictor`: the expert predictor learns from a routing trace.
+
+Its head begins with least squares from the backbone's output to the routed experts: one pass over a few ten thousand
+tokens, where gradient steps take many.
+
+Shapes: P tokens of a batch, H hidden size, O = L E logits of L MoE layers, k experts a token.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +20,15 @@ from moexp.base import ranks
 from moexp.base.atomic import new_folder, recover_folder
 from moexp.base.devices import training_device
 from moexp.base.progress import note_of, stage
+from moexp.base.ridge import solve_ridge
 from moexp.config.recipe import Recipe
 from moexp.data.traces import Trace
 from moexp.learn.core.loop import UNSAVED, Metrics, Run, own_rows, train
 from moexp.learn.core.optimizers import Updates
 from moexp.learn.corpus.files import tokenizer_id
-from moexp.learn.predictor.baselines import baseline_hits
 from moexp.learn.predictor.data import batch_of, read_rows
-from moexp.learn.predictor.lesson import Lesson, Levels, evaluate, lesson_of
-from moexp.learn.predictor.loss import routing_logits, routing_loss
-from moexp.learn.predictor.start import fit_head
+from moexp.learn.predictor.lesson import Lesson, Levels, baseline_hits, evaluate, lesson_of
+from moexp.learn.predictor.loss import backbone_states, routing_logits, routing_loss
 from moexp.learn.setup import work_folder
 from moexp.runtime.predictors.backbone import open_backbone
 from moexp.runtime.predictors.files import load_predictor, target_embedding, write_predictor
@@ -32,6 +37,58 @@ from moexp.target.tokenizer import load_tokenizer
 
 PREDICTOR = "predictor"  # its own name beside those of the baselines
 PROBE_EVERY = 4  # steps
+RIDGE = 1e-3  # added to the diagonal, over its mean
+SCALES = (1, 2, 3, 4, 6, 8, 12, 16)  # of the fitted shares, as logits
+
+
+@torch.no_grad()
+def fit_head(model: RoutingPredictor, lesson: Lesson, tokens: int, levels: Levels | None = None) -> int:
+    """Sets the head's weights by ridge regression on the backbone's output; returns the tokens, about `tokens`.
+
+    Solved after 1, 2, 3, 4, 6, 9, ... rows too, up to a batch more, so that `levels` is offered weaker heads. The last
+    batch of rows sets the scale of the logits.
+    """
+    model.eval()
+    rows, batch = lesson.rows, lesson.batch
+    order_R = np.random.default_rng(lesson.seed).permutation(lesson.train_R)
+    scale_R, order_R = order_R[-batch:], order_R[:-batch] if len(order_R) > batch else order_R
+    size = model.head.weight.shape[1] + 1
+    gram_HH = torch.zeros(size, size, dtype=torch.float64, device=model.device)
+    mixed_HO = gram_HH.new_zeros(size, model.head.weight.shape[0])
+    done = seen = 0
+    with stage("Expert predictor, linear start", None):
+        while done < len(order_R) and seen < tokens:
+            chosen_R = order_R[done : done + max(1, min(done // 2, batch))]
+            part = batch_of(rows, chosen_R).to(model.device)
+            hidden_PH = backbone_states(model, part, lesson.dtype)
+            with_one_PH = torch.cat([hidden_PH.float(), hidden_PH.new_ones(len(hidden_PH), 1).float()], dim=1)
+            gram_HH += (with_one_PH.T @ with_one_PH).double()
+            mixed_HO += (with_one_PH.T @ _multi_hot(part.experts_PLk, rows.geometry.num_experts)).double()
+            done, seen = done + len(chosen_R), seen + len(part.experts_PLk)
+            is_last = done >= len(order_R) or seen >= tokens
+            if is_last or len(chosen_R) < batch:
+                solved_HO = solve_ridge(gram_HH, mixed_HO, RIDGE)
+                model.head.weight.copy_(solved_HO[:-1].T)
+                model.head.bias.copy_(solved_HO[-1])
+                _scale_head(model, lesson, scale_R)
+                if levels is not None:
+                    levels.offer(model, lesson.probe(model), 0)
+    return seen
+
+
+def _scale_head(model: RoutingPredictor, lesson: Lesson, scale_R: np.ndarray) -> None:
+    """Shares become logits: times the factor at which the loss is least. Their order stays."""
+    part = batch_of(lesson.rows, scale_R).to(model.device)
+    logits_PLE = model.logits(backbone_states(model, part, lesson.dtype))
+    best = min(SCALES, key=lambda scale: float(routing_loss(scale * logits_PLE, part.experts_PLk)))
+    model.head.weight.mul_(best)
+    model.head.bias.mul_(best)
+
+
+def _multi_hot(experts_PLk: Tensor, num_experts: int) -> Tensor:
+    """[P, O]: 1 where an expert was routed to."""
+    tokens, layers, _ = experts_PLk.shape
+    return torch.zeros(tokens, layers, num_experts, device=experts_PLk.device).scatter_(2, experts_PLk, 1.0).flatten(1)
 
 
 def fit(
@@ -44,8 +101,8 @@ def fit(
 ) -> int:
     """Trains in place; returns the steps taken. `log` receives a record a probe.
 
-    A step depends on its number alone (rows and dropout), so that a resumed run ends with the same weights. Each of
-    several processes drops out by masks of its own, so a run they share equals one process's only without dropout.
+    A step's rows and dropout depend on its number alone, so a resumed run ends with the same weights; each of several
+    processes drops out by its own masks.
     """
     last: Metrics = {}
 
@@ -81,15 +138,9 @@ def fit(
 def train_predictor(
     recipe: Recipe, target: Path, trace: Trace, out: Path, *, cache: Path, provenance: dict[str, Any]
 ) -> dict[str, Any]:
-    """Trains the recipe's predictor on a trace of the target in `target`, measures it and the baselines, saves it.
+    """Trains the recipe's predictor on a trace of the target in `target` and saves it in `out`; returns its metrics.
 
-    Args:
-        out: the predictor's folder; beside it, until it is done, a `.work` folder to resume from.
-        cache: folder of the dense models that targets are carved from.
-
-    Returns:
-        the metrics: tokens and samples held out, hits of each predictor by layer, their overlap, and the overlap of
-        the checkpoints that were saved on the way.
+    `cache` is the folder of the dense models that targets are carved from.
 
     Raises:
         MoexpError: a trace of another vocabulary or of one sample only, a backbone that cannot be opened.

@@ -1,5 +1,4 @@
-"""`moexp build-target`: dense weights -> carved -> repaired -> a standard checkpoint folder, with what was measured
-on it.
+"""`moexp build-target`: dense weights -> carved -> repaired -> a standard checkpoint folder with its measurements.
 
 Shapes: N rows, L tokens a row.
 """
@@ -38,9 +37,7 @@ HELD_OUT_ROWS = 24
 
 
 def build_target(recipe: Recipe, folder: Path, *, cache: Path, provenance: dict[str, Any]) -> Path:
-    """Builds the recipe's target in `folder` unless that is done; returns the folder to decode from (padded if the
-    recipe says so).
-    """
+    """Builds the recipe's target in `folder` unless that is done; gives the folder to decode from (perhaps padded)."""
     section = recipe.target
     if section.kind == "tiny":
         if not (folder / "config.json").exists():
@@ -192,6 +189,6 @@ def _save(model: Glm4MoeForCausalLM, dense: Dense, folder: Path, manifest: dict[
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What `build-target` recorded about the target in `folder` (padded copies carry it too); empty if nothing."""
+    """What `build-target` recorded about the target in `folder` or its padded copy; empty if nothing."""
     path = folder / MANIFEST
     return json.loads(path.read_text()) if path.exists() else {}

@@ -27,11 +27,10 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Quality:
-    """Nats per token on held-out text, for the dense model and the carved one with top-k, top-3, top-1 and no
-    routed experts.
+    """Nats a token on held-out text, of the dense model and of the carved one with top-k, top-3, top-1 and no experts.
 
-    `kl` is KL(dense || carved); `dead_experts` counts, per MoE layer, experts chosen by no held-out token;
-    `max_load` is the busiest expert's share over an even one.
+    `kl` is KL(dense || carved); `dead_experts` counts experts of each layer that no token chose; `max_load` is the
+    busiest expert's share over an even one.
     """
 
     dense_nats: float

@@ -1,10 +1,8 @@
 """Repairs a carved model by distillation from the dense model it came from.
 
-First every MoE block learns, on the dense model's own hidden states, to reproduce the dense FFN's output and to
-route by the energy of the neurons it was given (all layers in one dense forward pass, no stored features). Then the
-model learns the dense model's next-token distribution end to end; last, where the result is to become a
-small delta, it goes on learning with the weights that the delta will give back. A selection bias, moved after every
-step towards an even load as in DeepSeek-V3, keeps all experts in use.
+First every MoE block learns the dense FFN's output on the dense model's hidden states, and routing by the energy of the
+neurons it was given. Then the model learns the dense next-token distribution end to end; last, for a small delta, with
+the weights that the delta will give back. A selection bias (DeepSeek-V3) keeps all experts in use.
 
 Shapes: B rows, L tokens a row, T = B x L, H hidden size, E experts, n neurons an expert received, k experts a token.
 """
@@ -47,10 +45,7 @@ class RepairSettings:
 
 
 def prepare(student: Glm4MoeForCausalLM, scope: Literal["all", "delta"] = "all") -> None:
-    """Readies a carved model for all stages: a trainable experts implementation, the tied embedding frozen.
-
-    With scope `delta` only what a delta holds is trained: MoE blocks, attention and norms.
-    """
+    """Readies a carved model for all stages: the tied embedding frozen, with scope `delta` all that no delta holds."""
     set_training_experts(student)
     student.get_input_embeddings().requires_grad_(False)
     if scope == "delta":
@@ -76,9 +71,7 @@ def repair_layerwise(
 ) -> None:
     """Stage one, in place: each MoE block (fp32) against the dense FFN, on the dense model's hidden states.
 
-    Args:
-        plans: which neurons each expert of a MoE layer received.
-        corpus_NL: token rows, int.
+    `plans` tell which neurons each expert of a MoE layer received.
     """
     blocks = moe_layers(student)
     students: dict[Any, Any] = {dense.model.layers[layer].mlp: block for layer, block in blocks.items()}
@@ -139,13 +132,10 @@ def repair_end_to_end(
     bases: Mapping[str, Tensor] | None = None,
     run: Run = UNSAVED,
 ) -> None:
-    """Stages two and three, in place: all of the model (fp32, embedding frozen) against the dense model's next-token
-    distribution.
+    """Stages two and three, in place: the model (fp32, embedding frozen) against the dense next-token distribution.
 
-    Args:
-        bases: the carved weights before repair, by parameter. Given, this is stage three: each step computes with
-            what a delta of the weights would give back, and its gradient moves the weights themselves
-            (straight-through).
+    Given `bases`, the carved weights before repair by parameter, this is stage three: each step computes with what a
+    delta would give back, and its gradient moves the weights themselves (straight-through).
     """
     balancer = LoadBalancer(student, settings.bias_rate)
     locality = RoutingLocality(student, corpus_NL.shape[1]) if settings.locality else None

@@ -44,9 +44,7 @@ class LoadBalancer:
         return counting(self._loads)
 
     def update(self) -> float:
-        """Moves the biases by the load since the last update; returns the largest share of one layer's tokens that one
-        expert took, over an even share.
-        """
+        """Moves the biases by the load since the last update; returns the busiest expert's share over an even one."""
         worst = 0.0
         for gate, load_E in self._loads.items():
             if load_E.sum() > 0:
@@ -57,17 +55,16 @@ class LoadBalancer:
         return worst
 
     def state(self) -> dict[str, Tensor]:
-        """The selection biases: no parameters, but what a resumed run must find as it left them."""
+        """The selection biases, which a checkpoint must save."""
         return {str(number): gate.e_score_correction_bias for number, gate in enumerate(self._loads)}
 
 
 class RoutingLocality:
     """How much of its routing a token shares with those before it, as a loss.
 
-    Experts of real models specialise, so neighbouring tokens share some of them and the union over a block grows
-    slower than chance would have it; experts cut out of a dense FFN have no reason to. The loss of a layer is the
-    share of a token's routing that goes to experts which none of the `WINDOW` tokens before it has used. Only routers
-    learn from it: hidden states that did would lose what tells tokens apart (tried: half a nat).
+    Neighbouring tokens of real models share experts; experts cut out of a dense FFN have no reason to. A layer's loss
+    is the share of a token's routing to experts that none of the `WINDOW` tokens before has used. Only routers learn
+    from it: hidden states that did would lose what tells tokens apart (measured: half a nat).
     """
 
     WINDOW = 4
@@ -96,12 +93,9 @@ class RoutingLocality:
 
 
 def new_share(score_TE: Tensor, index_Tk: Tensor, length: int, window: int, sharpness: float) -> Tensor:
-    """Mean share of softmax(score / sharpness) on experts that none of the `window` tokens before in the row uses; the
-    first `window` tokens of a row do not count.
+    """Mean share of softmax(score / sharpness) on experts that none of the `window` tokens before in the row uses.
 
-    Args:
-        score_TE: what selection goes by; differentiable. index_Tk: the k chosen.
-        length: tokens a row, more than `window`.
+    Differentiable in `score_TE`. The first `window` of a row's `length` tokens do not count.
     """
     used_BLE = torch.zeros_like(score_TE).scatter(1, index_Tk, 1.0).unflatten(0, (-1, length))
     recent_BLE = torch.stack([used_BLE[:, window - back : length - back] for back in range(1, window + 1)]).amax(0)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moexp.data.traces import RoutingGeometry, TraceShard
+from moexp.data.traces import RoutingGeometry, TraceShard, expert_counts
 from moexp.metrics import uniform_union
 
 LONGEST_BLOCK = 8
@@ -18,7 +18,7 @@ LONGEST_BLOCK = 8
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """How often each expert was chosen, [L, E]."""
+    """How often each expert was chosen."""
 
     counts_LE: np.ndarray
 
@@ -57,13 +57,7 @@ class UnionGrowth:
 
 def expert_load(shards: Iterable[TraceShard], geometry: RoutingGeometry) -> ExpertLoad:
     """Counts choices of each expert."""
-    layers, experts = len(geometry.layers), geometry.num_experts
-    counts_LE = np.zeros((layers, experts), dtype=np.int64)
-    for shard in shards:
-        offset_L1 = np.arange(layers)[:, None] * experts
-        flat = (shard.experts_TLk + offset_L1).ravel()
-        counts_LE += np.bincount(flat, minlength=layers * experts).reshape(layers, experts)
-    return ExpertLoad(counts_LE)
+    return ExpertLoad(expert_counts(shards, geometry))
 
 
 def union_growth(shards: Iterable[TraceShard], geometry: RoutingGeometry, longest: int = LONGEST_BLOCK) -> UnionGrowth:

@@ -1,7 +1,7 @@
 """`moexp trace-routing`: the target reads text, and what its routers choose is recorded.
 
-Text is cut into samples, samples are dealt to shards of about `trace.shard_tokens` tokens, and a shard is computed and
-written on its own: a run that was stopped goes on with the first shard that is missing, and ends with the same bytes.
+Text is cut into samples and dealt to shards, which are computed and written one by one: a run that was stopped goes on
+with the first missing shard, and ends with the same bytes.
 
 Shapes: B samples of a batch, T tokens, L MoE layers, k experts a token.
 """
@@ -69,10 +69,8 @@ def trace_routing(
 ) -> TraceReport:
     """Traces the recipe's target into `out`, unless that is done, and measures expert load and union growth.
 
-    Args:
-        target: checkpoint folder.
-        work: where a corpus is written if the recipe has the model write one; shared with `train-draft-expert`.
-        text: a source of `moexp.data.prompts.load_texts`; by default the corpus that draft experts learn from.
+    `text` is a source of `load_texts`, by default the corpus of draft experts, which the model may have to write into
+    `work`.
 
     Raises:
         MoexpError: `out` holds another trace, or one over other text; no text; a disk that is full.
@@ -185,7 +183,7 @@ def _samples(
 
 
 def limited(texts: Iterable[np.ndarray], longest: int, tokens: int) -> Iterator[np.ndarray]:
-    """Texts cut into samples of at most `longest` tokens, `tokens` in all."""
+    """Samples of at most `longest` tokens, `tokens` in all."""
     left = tokens
     for ids in texts:
         for begin in range(0, len(ids), longest):
@@ -214,8 +212,7 @@ def trace_samples(
 ) -> TraceShard:
     """Runs the model over samples of token ids and records its routing; `first` is the number of the first sample.
 
-    The processes of a run take the batches in turn. A batch is the same however many they are, so the result is that of
-    one process with as many threads as each has, bit for bit.
+    Processes take the batches in turn; the result is that of one process with as many threads, bit for bit.
     """
     routed: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
