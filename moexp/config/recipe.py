@@ -139,7 +139,7 @@ def find_named(
     """A file given by path, or by its name among those known (with or without `.yaml`).
 
     Raises:
-        MoexpError: neither; it names the nearest one. Its words are `what`, `where` and `note` (after the names).
+        MoexpError: neither; it names the nearest one, with `what`, `where` and, after the valid names, `note`.
     """
     path = Path(name_or_path)
     if path.is_file():

@@ -1,8 +1,4 @@
-"""The base of every section of a recipe, and the kinds of numbers that fields take.
-
-A section is a frozen model, each field with its default and its unit. A string is never taken for a number (`strict`),
-and an unknown name is an error (`extra="forbid"`).
-"""
+"""The base of every section of a recipe, and the kinds of numbers that fields take."""
 
 from __future__ import annotations
 

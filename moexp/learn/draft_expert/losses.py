@@ -1,12 +1,4 @@
-"""The objective of draft experts: residual, logit, token and router losses (DraftExpert, equations 6 to 11).
-
-| equation | what | where |
-|---|---|---|
-| 6 | the residual m* that top-1 leaves out | `path.DraftPath.recording` |
-| 7 | residual loss | `residual_loss` |
-| 8, 9 | logit and token loss | `moexp.learn.core.logit_loss.logit_loss` |
-| 10 | router loss | `router_loss` |
-| 11 | their weighted sum | `draft_expert_loss` |
+"""The objective of draft experts (DraftExpert, equations 7 to 11); equations 8 and 9 are `core.logit_loss`.
 
 Shapes: T tokens, H hidden size, E experts, V vocabulary.
 """

@@ -78,12 +78,9 @@ def settings_of(section: DraftSection, seed: int) -> DistillSettings:
         warmup=Schedule(section.warmup_steps, section.warmup_lr, warmup=5, max_minutes=cap and cap * 0.15),
         main=Schedule(section.steps, section.lr, warmup=5, max_minutes=cap and cap * 0.85),
         weights=Weights(**terms, temperature=section.logit.temperature),
-        context=section.context,
-        rows=section.rows,
-        warmup_rows=section.warmup_rows,
         block=section.block_length,
         seed=seed,
-        optimizer=section.optimizer,
+        **section.model_dump(include={"context", "rows", "warmup_rows", "optimizer"}),
     )
 
 

@@ -132,10 +132,8 @@ def train_head_of(
             "recipe": section.model_dump(mode="json"),
             "provenance": provenance,
         }
-        if isinstance(head, EagleHead):
-            save_eagle_head(out, head.to(torch.bfloat16), setup.identity, header)
-        else:
-            save_mtp_head(out, head.to(torch.bfloat16), setup.identity, header)
+        save_head: Any = save_eagle_head if isinstance(head, EagleHead) else save_mtp_head
+        save_head(out, head.to(torch.bfloat16), setup.identity, header)
 
     return setup.finish(measured, save)
 
