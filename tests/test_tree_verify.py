@@ -57,7 +57,11 @@ def outcomes(tree: DraftTree, target, verify=verify_tree_sampled) -> dict[tuple[
     """Emitted tokens -> probability, of everything that verification can do."""
 
     def program(branches):
-        return tuple(verify(tree, lambda n: target(prefix_of(tree, n)), branches.flip, branches.draw).tokens(tree))
+        return tuple(
+            verify(tree, lambda n: target(prefix_of(tree, n)), branches.flip, branches.draw).tokens(
+                tree.tokens_N.tolist()
+            )
+        )
 
     found: dict[tuple[int, ...], float] = {}
     for weight, emitted in Branches().outcomes(program):
